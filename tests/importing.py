@@ -3,8 +3,8 @@
     python -m tests.importing FOLDER --project verl [--devices 8] [--each]
 
 The folder is the root of the checkout. A variable that a script leaves open has a value by its name; a number that differs by
-its nature is accepted, and counted. For verl, EasyR1 and AReaL the numbers of each run file are compared with the configuration
-that their own files compose. Nothing of a script is executed.
+its nature is accepted, and counted. For verl, EasyR1, AReaL and ROLL the numbers of each run file are compared with the
+configuration that their own files compose. Nothing of a script is executed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import ast
 import contextlib
 import io
+import math
 import os
 import re
 from collections import Counter
@@ -62,7 +63,12 @@ _GUESSES = (
     (r"", "/given/{}"),
 )
 #: project -> where its own configuration is
-_CONFIGURATIONS = {"verl": "verl/trainer/config", "easyr1": "verl/trainer/config.py", "areal": "areal/api/cli_args.py"}
+_CONFIGURATIONS = {
+    "verl": "verl/trainer/config",
+    "easyr1": "verl/trainer/config.py",
+    "areal": "areal/api/cli_args.py",
+    "roll": "roll/configs/base_config.py",
+}
 #: rounds of questions and answers
 _MAX_ROUNDS = 12
 
@@ -363,8 +369,95 @@ def compose_areal(root: Path, path: Path) -> tuple[bool, DictConfig]:
     return has_rollouts, composed
 
 
+# ------------------------------------------------------------------------------------------------------ ROLL's own composition
+
+
+def _read_roll_role(config: DictConfig) -> DictConfig:
+    """Return the role that trains."""
+    return config.sft_train if "sft_train" in config else config.actor_train
+
+
+def _count_roll_step(config: DictConfig) -> int:
+    arguments = _read_roll_role(config).training_args
+    return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * _count_roll_replicas(config)
+
+
+def _count_roll_replicas(config: DictConfig) -> int:
+    role = _read_roll_role(config)
+    mapping, layout = str(role.device_mapping), role.strategy_args.strategy_config or {}
+    devices = sum(int(last) - int(first) for first, last in re.findall(r"range\((\d+), *(\d+)\)", mapping))
+    devices = devices or len(re.findall(r"\d+", mapping))
+    if role.strategy_args.strategy_name != "megatron_train":
+        return devices // (role.model_args.ulysses_size or 1)
+    names = ("tensor_model", "pipeline_model", "context")
+    return devices // math.prod(layout.get(f"{name}_parallel_size", 1) for name in names)
+
+
+def _clip_roll(config: DictConfig, side: str) -> float:
+    return config.get(f"pg_clip_{side}") if config.use_pg_clip_range else config.pg_clip
+
+
+#: number of the plan -> its value in a composed configuration of ROLL; None is not compared
+_OF_ROLL_ROWS: dict[str, Callable[[DictConfig], object]] = {
+    "step_samples": _count_roll_step,
+    "dp": _count_roll_replicas,
+    "lr_last": lambda c: _read_roll_role(c).training_args.learning_rate
+    if _read_roll_role(c).training_args.lr_scheduler_type == "constant" else None,
+    "weight_decay": lambda c: _read_roll_role(c).training_args.weight_decay,
+    "clip_grad": lambda c: c.max_grad_norm,
+    "lora_rank": lambda c: _read_roll_role(c).model_args.lora_rank if _read_roll_role(c).model_args.lora_target else 0,
+    "model": lambda c: c.pretrain,
+    "sequence_length": lambda c: None if "actor_infer" in c and c.actor_infer.device_mapping else c.sequence_length,
+}  # fmt: skip
+_OF_ROLL: dict[str, Callable[[DictConfig], object]] = {
+    **_OF_ROLL_ROWS,
+    "rollout_prompts": lambda c: c.rollout_batch_size,
+    "rollout_completions": lambda c: c.rollout_batch_size * c.num_return_sequences_in_group,
+    "steps_per_rollout": lambda c: c.rollout_batch_size * c.num_return_sequences_in_group * c.ppo_epochs // _count_roll_step(c),
+    "lr_warmup_steps": lambda c: c.actor_train.training_args.warmup_steps
+    if c.actor_train.strategy_args.strategy_name == "megatron_train" else None,
+    "clip_low": lambda c: _clip_roll(c, "low"),
+    "clip_high": lambda c: _clip_roll(c, "high"),
+    "clip_c": lambda c: 1 + 2 * c.pg_clip if c.dual_clip_loss else None,
+    "kl_coef": lambda c: c.kl_loss_coef if c.use_kl_loss else c.init_kl_coef if c.add_token_level_kl else 0.0,
+    "entropy_coef": lambda c: c.entropy_loss_coef,
+    "temperature": lambda c: c.actor_infer.generating_args.temperature,
+    "top_p": lambda c: c.actor_infer.generating_args.top_p,
+    "top_k": lambda c: c.actor_infer.generating_args.top_k,
+    "prompt_length": lambda c: c.prompt_length,
+    "response_length": lambda c: c.response_length or c.sequence_length - c.prompt_length,
+    "infer_tp": lambda c: c.actor_infer.strategy_args.strategy_config.get("tensor_parallel_size", 1),
+}  # fmt: skip
+
+
+def compose_roll(root: Path, path: Path) -> Composed:
+    """Return the numbers that are compared, and the configuration of a file as ROLL merges it over its dataclasses."""
+    files = [*root.glob("roll/configs/*.py"), *root.glob("roll/pipeline/*/*_config.py")]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    classes = {item.name: item for tree in trees for item in tree.body if isinstance(item, ast.ClassDef)}
+    text = re.sub(r"\$\{now:[^}]*\}", "now", path.read_text(encoding="utf-8"))
+    file = OmegaConf.create(text)
+    assert isinstance(file, DictConfig)
+    for name in ("train", "infer"):
+        if f"student_{name}" in file:
+            file[f"actor_{name}"] = file[f"student_{name}"]
+    kind = "SFTConfig" if "sft_train" in file else "RLVRConfig" if "actor_infer" in file else "DPOConfig"
+    config = OmegaConf.merge(_read_areal_defaults(classes, kind), file)
+    worker = _read_areal_defaults(classes, "WorkerConfig")
+    parts = {"training_args": "TrainingArguments", "model_args": "ModelArguments", "generating_args": "GeneratingArguments"}
+    for role in ("sft_train", "actor_train", "actor_infer"):
+        if role in file:
+            merged = {part: OmegaConf.merge(_read_areal_defaults(classes, name), file[role].get(part) or {})
+                      for part, name in parts.items()}  # fmt: skip
+            config[role] = OmegaConf.merge(worker, file[role], merged)
+    assert isinstance(config, DictConfig)
+    return (_OF_ROLL if kind == "RLVRConfig" else _OF_ROLL_ROWS), config
+
+
 def _compose(project: str, root: Path, path: Path, variables: Mapping[str, str]) -> Composed | None:
     """Return what a project composes of a script, with the numbers that are compared."""
+    if project == "roll":
+        return compose_roll(root, path)
     if project == "areal":
         has_rollouts, merged = compose_areal(root, path)
         return (_OF_AREAL if has_rollouts else _OF_AREAL_ROWS), merged

@@ -33,7 +33,7 @@ _STEPS = 16
 #: executors whose workers are where their scheduler is
 _ONE_PROCESS = ("uni", "external_launcher")
 #: a turn ends when so large a part of its requests has ended: what they compute beyond is thrown away
-_MOST_ENDED = 1 / 8
+_MAX_ENDED = 1 / 8
 #: seeds of a request that are drawn at once
 _SEEDS_AT_ONCE = 32
 
@@ -140,7 +140,7 @@ class _Turn:
         ended = np.isin(tokens[0], self._stops)
         for number in range(1, self._room()):
             ended |= self._left < number
-            if ended.sum() > self._requests * _MOST_ENDED:
+            if ended.sum() > self._requests * _MAX_ENDED:
                 break
             output = self._step(tokens[-1])
             tokens.append(output.sampled_token_ids[:, 0].numpy())

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -233,12 +233,13 @@ def _check_kinds(tensors: Iterable[GgufTensor]) -> None:
             raise ValueError(f"tensors of the format {kind.name} are not supported") from None
 
 
-def _build_model(path: Path, content: GgufFile) -> GgufModel:
-    values, tensors = content.values, content.tensors
-    family = values.get("general.architecture")
-    if not isinstance(family, str) or family not in _FAMILIES:
-        raise ValueError(f"its model is of the family {family!r}; supported are {', '.join(_FAMILIES)}")
-    form, names, unknown = _FAMILIES[family], {}, []
+def _name_tensors(family: str, form: _Family, tensors: Sequence[GgufTensor]) -> dict[str, str]:
+    """Return the HF name of each tensor by its name in the file.
+
+    Raises:
+        ValueError: the family has no such tensors.
+    """
+    names, unknown = {}, []
     block_names = {**_BLOCK_NAMES, **form.names}
     for tensor in tensors:
         outer, _, kind = tensor.name.rpartition(".")
@@ -254,6 +255,16 @@ def _build_model(path: Path, content: GgufFile) -> GgufModel:
             f"{len(unknown)} tensors, such as {unknown[0][:100]!r}, are of no {family} model that is supported; experts of "
             "Llama (Mixtral) and scaled rotary embedding (rope_freqs, Llama 3.1) are not"
         )
+    return names
+
+
+def _build_model(path: Path, content: GgufFile) -> GgufModel:
+    values, tensors = content.values, content.tensors
+    family = values.get("general.architecture")
+    if not isinstance(family, str) or family not in _FAMILIES:
+        raise ValueError(f"its model is of the family {family!r}; supported are {', '.join(_FAMILIES)}")
+    form = _FAMILIES[family]
+    names = _name_tensors(family, form, tensors)
     if scaling := values.get(f"{family}.rope.scaling.type"):
         if scaling not in ("none", *form.scalings):
             raise ValueError(f"rotary embedding scaled by {scaling!r} is not supported")

@@ -94,28 +94,16 @@ def main(argv: list[str]) -> int:
 
 def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Shared]:
     """Return the keys of the engine, the model's folder, and what the server has in common with the run's trainer."""
-    folder, shared = args.model, _Shared(pixels=(None, None), exact_slices=0)
-    generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256)
+    if args.join is not None and args.config_name is not None:
+        raise ValueError("--join and --config-name exclude one another: the settings come from the run")
     if args.join is not None:
-        if args.config_name is not None:
-            raise ValueError("--join and --config-name exclude one another: the settings come from the run")
-        settings = ServerFolder(args.join.expanduser()).read_settings()
-        try:
-            pixels = settings["min_pixels"], settings["max_pixels"]
-            shared = _Shared(pixels=pixels, exact_slices=settings["exact_slices"])
-            sampling = SamplingConfig(**settings["generate"].pop("sampling_config"))
-            generate = GenerateConfig(**settings["generate"], sampling_config=sampling)
-            folder, args.platform = folder or Path(settings["hf_folder"]), settings["platform"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"--join {args.join}: servers/run.json is not of a run of this release ({error})") from None
-    if args.config_name is not None:
-        cfg = load_run(args.config_name, args.config_dir, args.overrides).config
-        if cfg.generate_config is None:
-            raise ValueError(f"--config-name {args.config_name} has no group generate_config")
-        generate, actor = cfg.generate_config, cfg.actor_config
-        shared = _Shared(pixels=(actor.min_pixels, actor.max_pixels), exact_slices=cfg.exact_slices)
-        model = actor.tokenizer_name_or_path or actor.load
-        folder = folder or (Path(model) if model else None)
+        generate, folder, shared, args.platform = _read_joined_run(args.join)
+    elif args.config_name is not None:
+        generate, folder, shared = _read_run_file(args)
+    else:
+        generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256)
+        folder, shared = None, _Shared(pixels=(None, None), exact_slices=0)
+    folder = args.model or folder
     if folder is None or not (folder.expanduser() / "config.json").is_file():
         raise ValueError(f"--model {folder}: no folder with config.json")
     given: dict[str, Any] = {
@@ -133,15 +121,44 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
                 raise ValueError(f"--{name.removeprefix('infer_').replace('_', '-')} {value} must be above 0")
     generate = replace(generate, **{name: value for name, value in given.items() if value is not None})
     if args.speculative_config is not None:
-        try:
-            drafts = json.loads(args.speculative_config)
-        except ValueError:
-            drafts = None
-        if not isinstance(drafts, dict) or "method" not in drafts:
-            example = json.dumps({"method": "suffix", "num_speculative_tokens": 8})
-            raise ValueError(f"--speculative-config {args.speculative_config}: must be a JSON object with a method: {example}")
-        generate = replace(generate, speculative_config=drafts)
+        generate = replace(generate, speculative_config=_read_drafts(args.speculative_config))
     return generate, folder.expanduser().resolve(), shared
+
+
+def _read_joined_run(join: Path) -> tuple[GenerateConfig, Path, _Shared, str]:
+    """Return the settings that a run has written for servers that join it: engine, model, trainer and platform."""
+    settings = ServerFolder(join.expanduser()).read_settings()
+    try:
+        pixels = settings["min_pixels"], settings["max_pixels"]
+        shared = _Shared(pixels=pixels, exact_slices=settings["exact_slices"])
+        sampling = SamplingConfig(**settings["generate"].pop("sampling_config"))
+        generate = GenerateConfig(**settings["generate"], sampling_config=sampling)
+        return generate, Path(settings["hf_folder"]), shared, settings["platform"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--join {join}: servers/run.json is not of a run of this release ({error})") from None
+
+
+def _read_run_file(args: argparse.Namespace) -> tuple[GenerateConfig, Path | None, _Shared]:
+    """Return the settings of a run file; the model is None where it names none."""
+    cfg = load_run(args.config_name, args.config_dir, args.overrides).config
+    if cfg.generate_config is None:
+        raise ValueError(f"--config-name {args.config_name} has no group generate_config")
+    actor = cfg.actor_config
+    model = actor.tokenizer_name_or_path or actor.load
+    shared = _Shared(pixels=(actor.min_pixels, actor.max_pixels), exact_slices=cfg.exact_slices)
+    return cfg.generate_config, Path(model) if model else None, shared
+
+
+def _read_drafts(text: str) -> dict[str, Any]:
+    """Return the value of --speculative-config."""
+    try:
+        drafts = json.loads(text)
+    except ValueError:
+        drafts = None
+    if not isinstance(drafts, dict) or "method" not in drafts:
+        example = json.dumps({"method": "suffix", "num_speculative_tokens": 8})
+        raise ValueError(f"--speculative-config {text}: must be a JSON object with a method: {example}")
+    return drafts
 
 
 def _token(args: argparse.Namespace) -> tuple[str, bool]:

@@ -52,8 +52,8 @@ def describe_lengths(lengths: np.ndarray, limit: int | None = None) -> str:
     """Describe lengths in tokens: half, nine tenths, the longest, and how many reach a limit."""
     if not len(lengths):
         return ""
-    half, most = (int(value) for value in np.percentile(lengths, [50, 90], method="higher"))
-    text = f"half up to {half}, 90 % up to {most}, longest {int(lengths.max())} tokens"
+    half, p90 = (int(value) for value in np.percentile(lengths, [50, 90], method="higher"))
+    text = f"half up to {half}, 90 % up to {p90}, longest {int(lengths.max())} tokens"
     over = 0 if limit is None else int((lengths > limit).sum())
     return text + (f"; {over} are longer than seq_length={limit}" if over else "")
 

@@ -55,14 +55,8 @@ class PreprocessReport:
     lengths: np.ndarray = field(repr=False)
 
 
-def _build_handler(config: PreprocessConfig) -> Handler:
-    """Load the tokenizer and the template, and build the handler.
-
-    Raises:
-        ValueError: a setting that the handler cannot use, an unknown template, a missing tokenizer.
-    """
-    kind = handler_class(config.handler_name)
-    forced = kind.forced_template
+def _check_meanings(config: PreprocessConfig, kind: type[Handler]) -> None:
+    """Raise ValueError for a setting that the handler does not read."""
     if config.prompt_type is not None and not kind.needs_template:
         raise ValueError(
             f"prompt_type={config.prompt_type!r} has no meaning for {config.handler_name}, which writes plain text"
@@ -70,10 +64,21 @@ def _build_handler(config: PreprocessConfig) -> Handler:
     for name in ("chat_template_kwargs", "system_prompt"):
         if getattr(config, name) and not kind.needs_template:
             raise ValueError(f"{name} has no meaning for {config.handler_name}, which writes plain text")
+    forced = kind.forced_template
     if forced is not None and config.prompt_type not in (None, forced):
         raise ValueError(f"{config.handler_name} always uses prompt_type={forced!r}; drop prompt_type={config.prompt_type!r}")
     if config.pack and not kind.can_pack:
         raise ValueError(f"pack has no meaning for {config.handler_name}; it is for supervised tuning")
+
+
+def _build_handler(config: PreprocessConfig) -> Handler:
+    """Load the tokenizer and the template, and build the handler.
+
+    Raises:
+        ValueError: a setting that the handler cannot use, an unknown template, a missing tokenizer.
+    """
+    kind = handler_class(config.handler_name)
+    _check_meanings(config, kind)
     assert config.tokenizer_name_or_path is not None  # PreprocessConfig has checked it
     tokenizer = load_tokenizer(
         config.tokenizer_name_or_path, trust_remote_code=config.trust_remote_code, use_fast=not config.tokenizer_not_use_fast
@@ -82,7 +87,7 @@ def _build_handler(config: PreprocessConfig) -> Handler:
     template = None
     if kind.needs_template:
         template = load_template(
-            config.prompt_type or forced or kind.default_template or "empty",
+            config.prompt_type or kind.forced_template or kind.default_template or "empty",
             tokenizer,
             path=config.prompt_type_path,
             arguments=config.chat_template_kwargs,

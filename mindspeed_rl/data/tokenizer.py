@@ -105,6 +105,11 @@ def _obey_class(tokenizer: Any, folder: Path, *, trust_remote_code: bool) -> Any
     return tokenizer if plain is None else plain.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
 
 
+def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True for a tokenizer that takes all steps from its tokenizer.json."""
+    return type(tokenizer).__name__ in _PLAIN_CLASSES
+
+
 #: names of transformers' class that takes all steps from tokenizer.json
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 #: texts whose tokens are compared: blanks, line ends, digits, code, other scripts

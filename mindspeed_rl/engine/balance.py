@@ -87,25 +87,25 @@ class _FreeSpace:
     def __init__(self, budget: int, max_bins: int) -> None:
         self._size = 1 << max(0, max_bins - 1).bit_length()
         # a tree: node i has the larger of its children, 2i and 2i + 1; bins are the leaves
-        self._most = [budget] * (2 * self._size)
+        self._room = [budget] * (2 * self._size)
 
     def find(self, needed: int) -> int:
         """Return the first bin with so many tokens left, which may be one that is empty."""
         node = 1
         while node < self._size:
-            node = 2 * node if self._most[2 * node] >= needed else 2 * node + 1
+            node = 2 * node if self._room[2 * node] >= needed else 2 * node + 1
         return node - self._size
 
     def set(self, index: int, tokens: int) -> None:
         """Set the tokens that a bin has left."""
         node = index + self._size
-        self._most[node] = tokens
+        self._room[node] = tokens
         while node > 1:
             node //= 2
-            most = max(self._most[2 * node], self._most[2 * node + 1])
-            if self._most[node] == most:
+            largest = max(self._room[2 * node], self._room[2 * node + 1])
+            if self._room[node] == largest:
                 return
-            self._most[node] = most
+            self._room[node] = largest
 
 
 def pack_within_budget(

@@ -27,6 +27,7 @@ from mindspeed_rl.importers.source_files import flatten_options, require_file
 from mindspeed_rl.importers.training_engine import keep_fsdp
 from mindspeed_rl.importers.translators import describe_preprocessing, name_tokens
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, has_experts
+from mindspeed_rl.importers.yaml_text import load_yaml_text
 
 #: variables of the user: the program, what scores, prompts or pairs that AReaL's code makes of rows, the longest row
 _PROGRAM, _REWARD, _PROMPTS, _PAIRS, _LENGTH = "PROGRAM", "REWARD", "PROMPTS", "DATA", "MAX_LENGTH"
@@ -141,7 +142,9 @@ def _compose(path: Path, words: list[str]) -> dict[str, object]:
         ConfigError: it cannot be read, a word sets nothing, or a reference or value is missing.
     """
     try:
-        tree: Any = OmegaConf.create(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        load_yaml_text(text)  # refused where its aliases grow too large
+        tree: Any = OmegaConf.create(text)
         for word in words:
             if (match := _OVERRIDE.fullmatch(word)) is None:
                 raise ConfigError([f"{word}: not available here; a word of the command is NAME=VALUE"])

@@ -229,13 +229,13 @@ def describe_objective(run: Import, command: SourceCommand, shared: Recipe, grou
             f"{RL}.scale_rewards": found.scale[1],
             f"{RL}.tau_pos": command.number("actor.sapo_tau_pos", 1.0) if smooth else None,
             f"{RL}.tau_neg": command.number("actor.sapo_tau_neg", 1.05) if smooth else None,
-            **_read_reference(run, command, shared, coefficient, shares=shares),
+            **_read_ref(run, command, shared, coefficient, shares=shares),
         },
         notes={**shared.notes, "adv_estimator": f"reward_norm: {norms[0] or 'off'}; adv_norm: {norms[1] or 'off'}"},
     )
 
 
-def _read_reference(
+def _read_ref(
     run: Import, command: SourceCommand, shared: Recipe, coefficient: float, *, shares: bool
 ) -> dict[str, object]:
     """Return the key of a reference that is not the model at the start."""

@@ -54,6 +54,7 @@ from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.training_engine import keep_fsdp
 from mindspeed_rl.importers.translators import find_module, interval, name_prompts, set_trackers
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults
+from mindspeed_rl.importers.yaml_text import load_yaml_text
 
 _A, _C, _R = "worker.actor.", "worker.critic.", "worker.rollout."
 _MODULE = "verl.trainer.main"
@@ -316,7 +317,7 @@ def _read_value(text: str) -> object:
 
 def _read_mapping(text: str) -> object:
     try:
-        return yaml.safe_load(text)
+        return load_yaml_text(text)
     except yaml.YAMLError:
         return text
 

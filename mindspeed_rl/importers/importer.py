@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -26,6 +28,12 @@ from mindspeed_rl.run.rules.violation import format_value
 
 #: values of a variable that leave its feature off
 _OFF = ("", "0", "false", "False")
+#: no option counts further, and no float holds much larger whole numbers
+_LARGEST_WHOLE = 2**63
+#: what stands for the value of a variable that a script does not set; see `make_mark`
+_UNKNOWN = re.compile(r"\0(\w+)@\d+\0")
+#: characters of a word that a message repeats
+_SHOWN = 120
 
 
 def import_command(project: SourceProject, text: str, settings: ImportSettings) -> Import:
@@ -38,8 +46,28 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
         ConfigError: a value is not in the script, an option is unknown or needs a feature that is not available, the run file
             breaks a rule, or a number of the two plans differs and is not accepted.
     """
+    try:
+        return _import_command(project, text, settings)
+    except ConfigError as error:
+        raise ConfigError([_shorten(sentence) for sentence in error.errors]) from None
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise ConfigError([f"a name is too long for a file: {_shorten(str(error.filename))}"]) from None
+
+
+def _shorten(sentence: str) -> str:
+    """Return a sentence on one line, with the names of unknown variables and without the rest of endless words."""
+    named = _UNKNOWN.sub(r"$\1", sentence)
+    flat = " ".join(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "?", named).split())
+    return re.sub(rf"\S{{{2 * _SHOWN},}}", lambda word: f"{word[0][:_SHOWN]}... ({len(word[0])} characters)", flat)
+
+
+def _import_command(project: SourceProject, text: str, settings: ImportSettings) -> Import:
     if unknown_names := sorted(settings.accepted - {*PLAN_NUMBERS}):
         raise ConfigError([f"--accept {', '.join(unknown_names)}: no number of a plan; they are {', '.join(PLAN_NUMBERS)}"])
+    if "\0" in _UNKNOWN.sub("", text):
+        raise ConfigError(["the command has a null byte, which no script has"])
     if is_program(text):
         raise ConfigError([f"this is a Python program, whose arguments are in its code: import the command or the script of "
                            f"{project.title} that starts it"])  # fmt: skip
@@ -71,6 +99,8 @@ def translate(project: SourceProject, command: SourceCommand, settings: ImportSe
         if command.environment.get(name, "") not in _OFF:
             run.refuse(f"{name}={command.environment[name]}", feature)
     _request_unknown(command, table)
+    if endless := [name for name, value in command.options.items() if _is_endless(value)]:
+        raise ConfigError([f"{project.prefix}{name}: a whole number beyond 2^63, which no option has" for name in endless])
     for name, value in command.options.items():
         option = project.prefix + name
         record = table.get(name)
@@ -103,6 +133,13 @@ def translate(project: SourceProject, command: SourceCommand, settings: ImportSe
     if run.refused:
         raise ConfigError(_list_refused(run))
     return run, recipe
+
+
+def _is_endless(value: object) -> bool:
+    """Return True for a whole number, or a list with one, that is beyond every size."""
+    if isinstance(value, list):
+        return any(_is_endless(item) for item in value)
+    return isinstance(value, int) and abs(value) >= _LARGEST_WHOLE
 
 
 def _ask_planner(run: Import, resolved: Run) -> None:

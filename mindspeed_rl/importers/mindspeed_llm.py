@@ -48,6 +48,7 @@ from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import choose_training, read_options
 from mindspeed_rl.importers.writer import note_prediction
+from mindspeed_rl.importers.yaml_text import load_yaml_text
 from mindspeed_rl.run.rules.violation import format_value
 
 _PROFILER = "profiler_config.integrated"
@@ -133,7 +134,7 @@ def _read_run_file(path: Path, overrides: Mapping[str, object], devices: int | N
 
 def _load_yaml(path: Path) -> dict[str, object]:
     try:
-        content = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+        content = load_yaml_text(path.expanduser().read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError([f"{path} cannot be read: {error}"]) from None
     return content if isinstance(content, dict) else {}

@@ -19,6 +19,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, list_unknown, request_variables
+from mindspeed_rl.importers.yaml_text import load_yaml_text
 
 Kind = Literal["mapped", "same", "no_effect", "refused"]
 #: sets the keys of an option: the import, the option as it was written, its value
@@ -225,7 +226,7 @@ def read_scalar(text: str) -> bool | int | float | str | list[object] | None:
     if text in ("None", "none", "null"):
         return None
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml_text(text)
     except yaml.YAMLError:
         return text
     if isinstance(value, str):

@@ -13,6 +13,7 @@ import yaml
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.shell import Command, list_unknown, request_variables
+from mindspeed_rl.importers.yaml_text import load_yaml_text
 
 #: folders above a script's which its relative paths may start from, such as the root of its checkout
 _MAX_PARENTS = 6
@@ -131,7 +132,7 @@ def load_yaml(path: Path) -> dict[str, object]:
         ConfigError: it cannot be read, or holds something else.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml_text(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError([f"the file {path} cannot be read: {error}"]) from None
     if content is not None and not isinstance(content, dict):

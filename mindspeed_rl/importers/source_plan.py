@@ -76,6 +76,11 @@ class SourcePlan:
         embedding_noise: noise that is added to the embeddings of training.
         early_stop: what ends the run before its last step.
         reward_scale: what rewards are divided by before all else.
+        trained_groups: groups of a prompt that train if it is not all of them.
+        whitened_over: tokens that advantages are whitened over if it is not all tokens of the batch.
+        advantage_bound: absolute value at which advantages are cut.
+        value_average: average of the critic's loss if it is not the mean of the tokens.
+        rejected_tokens: what becomes of tokens that the rollout's log-probs reject if they do not lose their policy term alone.
         rewards: names of reward functions and models, sorted.
         data: files or datasets, in order.
         model: the weights that are trained.
@@ -149,6 +154,11 @@ class SourcePlan:
     embedding_noise: str | None = None
     early_stop: str | None = None
     reward_scale: str | None = None
+    trained_groups: str | None = None
+    whitened_over: str | None = None
+    advantage_bound: str | None = None
+    value_average: str | None = None
+    rejected_tokens: str | None = None
     rewards: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     model: str | None = None
@@ -183,6 +193,11 @@ _ALWAYS_HERE = {
     "embedding_noise": "none",
     "early_stop": "nothing",
     "reward_scale": "as they are scored",
+    "trained_groups": "all",
+    "whitened_over": "all tokens of the batch",
+    "advantage_bound": "none",
+    "value_average": "token",
+    "rejected_tokens": "lose their policy term, and count in the mean",
     "weights": "float32",
 }
 #: numbers that only some projects have

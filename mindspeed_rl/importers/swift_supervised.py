@@ -10,6 +10,7 @@ from mindspeed_rl.importers.recipe import ACTOR, Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.swift_commands import STAGES
 from mindspeed_rl.importers.swift_sizes import Sizes, find_length, read_length
+from mindspeed_rl.importers.swift_templates import name_trained_tokens
 
 _OF_ROLLOUTS = tuple(
     "epsilon epsilon_high teacher_model teacher_model_server teacher_kl_coef async_generate vllm_mode vllm_server_host "
@@ -118,6 +119,7 @@ def describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Rec
         beta=beta,
         documents=_name_documents(command, strategy) if kind == "pt" else None,
         answer_term=_name_answer_term(command, kind),
+        trained_tokens=name_trained_tokens(command, kind),
         sequence_length=length,
         keys={**shared.keys, **keys},
         notes={**shared.notes, **notes},

@@ -61,9 +61,18 @@ def find_unknown_weights(command: SourceCommand, kind: str) -> str:
     if is_last and turns not in ("", "math_tip_trick"):
         return f"responses of several turns of which only the last trains (--multi_turn_scheduler {turns})"
     # ms-swift adds the name itself for models that think or do not; see `note_template` for those whose text is not ours
-    if names and not find_hybrid(command):
+    if names and not find_hybrid(command) and kind != "sft":
         return f"tokens of empty thoughts that do not train, of another model than Qwen3 and Qwen3.5 ({_EMPTY_THOUGHTS})"
     return ""
+
+
+def name_trained_tokens(command: SourceCommand, kind: str) -> str | None:
+    """Return which tokens of supervised rows train where it is not all tokens of the answers.
+
+    Models that think or do not have a text in which the empty thought does not train; those of others have none.
+    """
+    leaves_out = kind == "sft" and _EMPTY_THOUGHTS in read_loss_scale(command, kind)[1]
+    return "the answers without empty thoughts" if leaves_out and not find_hybrid(command) else None
 
 
 def write_template(run: Import, command: SourceCommand, kind: str) -> str:

@@ -18,6 +18,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS
+from mindspeed_rl.importers.yaml_text import load_yaml_text
 
 #: trackers by their names elsewhere
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
@@ -105,7 +106,7 @@ def read_option_file(path: Path) -> dict[str, object]:
     """
     try:
         text = path.expanduser().read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if path.suffix == ".json" else load_yaml_text(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError([f"the file of options {path} cannot be read: {error}"]) from None
     if not isinstance(content, dict):

@@ -580,7 +580,7 @@ def _read_correction(command: SourceCommand) -> Correction | None:
     """Return the rollout correction.
 
     In bypass_mode the clipped ratio is to the rollout engine, and verl only logs the weights; tokens that are rejected there
-    still count in the mean.
+    still count in the mean, and without it they leave it (`_name_rejected`).
 
     Raises:
         ConfigError: it is not available.
@@ -590,10 +590,9 @@ def _read_correction(command: SourceCommand) -> Correction | None:
     if kind is not None and command.flag(f"{_CORRECTION}rollout_is_batch_normalize"):
         raise ConfigError([f"{_CORRECTION}rollout_is_batch_normalize: not available here: importance weights whose mean is 1"])
     if command.get(f"{_CORRECTION}rollout_rs") is not None:
-        if kind is not None or not recorded:
-            feature = "with weights of rollout_is" if recorded else "tokens that leave the mean, as they do without bypass_mode"
-            raise ConfigError([f"{_CORRECTION}rollout_rs: not available here: {feature}"])
-        return _read_rejection(command)
+        if kind is not None:
+            raise ConfigError([f"{_CORRECTION}rollout_rs: not available here: with weights of rollout_is"])
+        return _read_rejection(command, recorded=recorded)
     if kind is None:
         return None
     bounds = str(command.get(f"{_CORRECTION}rollout_is_threshold", 2.0))
@@ -610,7 +609,13 @@ def _read_correction(command: SourceCommand) -> Correction | None:
 _REJECTIONS = {"token_k1": "token", "token_k2": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
 
 
-def _read_rejection(command: SourceCommand) -> Correction:
+def _name_rejected(command: SourceCommand) -> str | None:
+    """Return what becomes of rejected tokens where they do not count in the mean of the loss."""
+    leaves = command.get(f"{_CORRECTION}rollout_rs") is not None and not command.flag(f"{_CORRECTION}bypass_mode")
+    return "leave policy loss, KL and entropy, and their means" if leaves else None
+
+
+def _read_rejection(command: SourceCommand, *, recorded: bool) -> Correction:
     """Return the rejection by the rollout's log-probs as a mask.
 
     k1 is log(mu / pi), so that its bounds are the bounds of 1 / w; k2 is log(w)^2 / 2.
@@ -636,7 +641,8 @@ def _read_rejection(command: SourceCommand) -> Correction:
     lower = numbers[0] if len(numbers) == 2 else 1 / upper
     if lower > upper:
         raise ConfigError([f"{_CORRECTION}rollout_rs_threshold is {bounds}, which rejects all tokens"])
-    if _REJECTIONS[names[0]] == "token" and command.text(f"{_ACTOR}loss_agg_mode", "token-mean") == "seq-mean-token-mean":
+    of_tokens = recorded and _REJECTIONS[names[0]] == "token"
+    if of_tokens and command.text(f"{_ACTOR}loss_agg_mode", "token-mean") == "seq-mean-token-mean":
         raise ConfigError([f"{_CORRECTION}rollout_rs={names[0]}: not available here: tokens that leave the mean of a sequence"])
     return Correction(f"{_REJECTIONS[names[0]]}_rejection_mask", 1 / lower, 1 / upper)
 
@@ -1024,6 +1030,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
         gamma=gamma if "gamma" in reads else None,
         lam=command.number("algorithm.lam", 1.0) if "lam" in reads else None,
         old_policy=_read_old_policy(run, command),
+        rejected_tokens=_name_rejected(command),
         objective=Objective(
             loss_type=loss.loss_type,
             level=loss.level if loss.level != "token" or loss.loss_type == "luspo" else None,
@@ -1043,6 +1050,28 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
             "init_kl_coef": f"in the {kl.place}" if kl.place else "no KL",
         },
     )
+
+
+def _read_evaluation(run: Import, command: SourceCommand) -> dict[str, object]:
+    """Return the sampling of an evaluation: greedy, or with its temperature and number of samples, and else as in training."""
+    prefix = f"{_ROLLOUT}val_kwargs."
+    if not any(name.startswith(prefix) for name in command.options):
+        return {}
+    count, temperature = command.count(f"{prefix}n", 1), command.number(f"{prefix}temperature", 0.0)
+    greedy = not command.flag(f"{prefix}do_sample") or temperature == 0
+    for name, default in (("top_p", 1.0), ("top_k", -1)):
+        value, training = (command.number(f"{place}{name}", default) for place in (prefix, _ROLLOUT))
+        other = f"{value:g}: held-out prompts are sampled as in training, with {training:g}"
+        note = "the evaluation is greedy" if greedy else other if value != training else "as in training"
+        run.note_given(f"{prefix}{name}", note)
+    keys: dict[str, object] = {f"{RL}.eval_greedy": greedy}
+    if greedy and count > 1:
+        run.note(f"{prefix}n", "one sample of each held-out prompt: greedy ones are all the same")
+    if not greedy:
+        keys[f"{ACTOR}.eval_n_samples"] = count if count > 1 else None
+        differs = temperature != command.number(f"{_ROLLOUT}temperature", 1.0)
+        keys[f"{ACTOR}.eval_temperature"] = temperature if differs else None
+    return keys
 
 
 def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, layout: Layout, shared: Recipe) -> Recipe:
@@ -1092,6 +1121,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             **teachers,
             **_read_age(run, command),
             **_read_profiler(run, command),
+            **_read_evaluation(run, command),
             **tokens,
             **_add_column(columns, teachers.get(f"{RL}.distillation.teacher_key")),
             f"{ACTOR}.data_path": data,

@@ -101,10 +101,6 @@ def _save_contents(run: Import, option: str, value: object) -> None:
     run.translate(option, {f"{MEGATRON}.save_hf": "hf_model" in list_words(value)})
 
 
-def _set_evaluation(run: Import, option: str, value: object) -> None:
-    run.translate(option, {f"{RL}.eval_greedy": value in (None, "false", "False", "no", "0") or not value})
-
-
 def _set_agent_loop(run: Import, option: str, value: object) -> None:
     if value in (None, "single_turn_agent"):
         run.note(option, "one turn", changes_nothing=False)
@@ -493,11 +489,7 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
         _put("backend experiment_name max_samples_per_step_per_worker project_name token2text", "trace."),
         no_effect("rl_config.log_completions writes samples"),
     ),
-    ("val_kwargs.do_sample", by(lambda run, option, value: _set_evaluation(run, option, value), "greedy, or as in training")),
-    (
-        "val_kwargs.n val_kwargs.temperature val_kwargs.top_k val_kwargs.top_p",
-        no_effect("changes no update; megatron_training.eval_n_samples and eval_temperature give the same figures"),
-    ),
+    (_put("do_sample n temperature top_k top_p", "val_kwargs."), part("eval_greedy eval_n_samples eval_temperature")),
     ("agent.default_agent_loop", by(lambda run, option, value: _set_agent_loop(run, option, value), "one turn, or tools")),
     ("agent.agent_loop_config_path", refused("your own agent loop; see rl_config.agent_loop")),
     ("agent.custom_async_server.name agent.custom_async_server.path", refused("your own rollout server")),

@@ -21,6 +21,7 @@ from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.inference.engine_interface import Engine
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles, ModelSettings, open_model
 from mindspeed_rl.inference.prompt_format import PromptFormat, choose_template
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, can_cache_prefixes, engine_obstacles
 
@@ -188,6 +189,50 @@ def _find_trained_template(adapter: Path | None, folder: Path) -> str | None:
     return next((name for place in places if (name := read_trained_prompt_type(place)) is not None), None)
 
 
+def _build_prompt_format(
+    options: SessionOptions, model: ModelFiles, tokenizer: PreTrainedTokenizerBase, *, chats: bool
+) -> PromptFormat:
+    """Choose the template, and build what makes prompts of texts and images."""
+    rules = ImageRules.read(model.hf_folder)
+    name = choose_template(tokenizer, options.prompt_type, options.hf_chat_template)
+    if name is None and not options.no_chat_template:
+        name = _find_trained_template(options.lora_load, model.hf_folder)
+    if name is None and chats:
+        has_own = tokenizer.chat_template and not options.no_chat_template
+        name = HF_TEMPLATE if has_own else PLAIN_TEMPLATE
+    return PromptFormat(
+        tokenizer,
+        name,
+        template_path=options.prompt_type_path,
+        thinking=options.enable_thinking,
+        arguments=options.chat_template_kwargs,
+        hf_folder=model.hf_folder,
+        end_tokens=options.add_eos_token,
+        end_ids=options.stop_token_ids,
+        image_reader=None if rules is None else ImageReader.build(rules, tokenizer),
+    )
+
+
+def _check_attention(engine: str, device: str, config: ModelConfig, max_len: int) -> None:
+    """Raise ValueError where the engine does not compute the attention of a model."""
+    if engine == "megatron" and config.linear_attention is not None:
+        raise ValueError(
+            "--engine megatron: its cache has no states of gated delta nets, which this model has; use --engine vllm"
+        )
+    if (sparse := config.sparse_attention) is None:
+        return
+    if engine == "vllm" and device == "cpu":
+        raise ValueError(
+            f"--engine vllm: vLLM's CPU build has no sparse attention, which this model has; use --engine transformers, "
+            f"which is slow, or megatron with --max-length up to {sparse.topk}, where it equals full attention"
+        )
+    if engine == "megatron" and max_len > sparse.topk:
+        raise ValueError(
+            f"--engine megatron: its cache has no keys of this model's indexer, so --max-length ({max_len}) can be up to "
+            f"{sparse.topk} (index_topk of config.json), where all tokens are attended to"
+        )
+
+
 def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
     """Open model, tokenizer and template, and set up this process for its platform; nothing large is read yet.
 
@@ -224,40 +269,9 @@ def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
         tokenizer = load_tokenizer(
             tokenizer_path, trust_remote_code=options.trust_remote_code, use_fast=not options.tokenizer_not_use_fast
         )
-    rules = ImageRules.read(model.hf_folder)
-    name = choose_template(tokenizer, options.prompt_type, options.hf_chat_template)
-    if name is None and not options.no_chat_template:
-        name = _find_trained_template(options.lora_load, model.hf_folder)
-    if name is None and chats:
-        has_own = tokenizer.chat_template and not options.no_chat_template
-        name = HF_TEMPLATE if has_own else PLAIN_TEMPLATE
-    prompt_format = PromptFormat(
-        tokenizer,
-        name,
-        template_path=options.prompt_type_path,
-        thinking=options.enable_thinking,
-        arguments=options.chat_template_kwargs,
-        hf_folder=model.hf_folder,
-        end_tokens=options.add_eos_token,
-        end_ids=options.stop_token_ids,
-        image_reader=None if rules is None else ImageReader.build(rules, tokenizer),
-    )
-    if options.engine == "megatron" and model.model_config.linear_attention is not None:
-        raise ValueError(
-            "--engine megatron: its cache has no states of gated delta nets, which this model has; use --engine vllm"
-        )
+    prompt_format = _build_prompt_format(options, model, tokenizer, chats=chats)
     max_len = options.max_length or model.model_config.max_position_embeddings
-    if (sparse := model.model_config.sparse_attention) is not None:
-        if options.engine == "vllm" and device.name == "cpu":
-            raise ValueError(
-                f"--engine vllm: vLLM's CPU build has no sparse attention, which this model has; use --engine transformers, "
-                f"which is slow, or megatron with --max-length up to {sparse.topk}, where it equals full attention"
-            )
-        if options.engine == "megatron" and max_len > sparse.topk:
-            raise ValueError(
-                f"--engine megatron: its cache has no keys of this model's indexer, so --max-length ({max_len}) can be up to "
-                f"{sparse.topk} (index_topk of config.json), where all tokens are attended to"
-            )
+    _check_attention(options.engine, device.name, model.model_config, max_len)
     shape = _build_shape(model)
     settings = EngineSettings(
         model=model_settings,

@@ -123,7 +123,7 @@ def _apply(tree: Mapping[str, object], values: dict[str, object], costs: str, de
 def _list_candidates(run: Run) -> Iterator[_Candidate]:
     yield from _candidates_without_cost(run.config)
     yield from _candidates_for_time(run.config)
-    yield from _candidates_of_the_reference(run)
+    yield from _candidates_of_ref(run)
     yield from _candidates_of_layout(run.config)
     yield from _candidates_of_dedicated_roles(run)
 
@@ -187,11 +187,11 @@ def _candidates_for_time(cfg: RunConfig) -> Iterator[_Candidate]:
             yield {"actor_config.optimizer_offload_fraction": fraction}, costs
 
 
-def _candidates_of_the_reference(run: Run) -> Iterator[_Candidate]:
+def _candidates_of_ref(run: Run) -> Iterator[_Candidate]:
     """Yield changes that take the reference's weights off the device, or the reference out of the run."""
     cfg, objective = run.config, run.objective
     group = "ref_config" if "ref_config" in cfg.set_keys else "actor_config"
-    if run.has_reference and not cfg.ref_config.stream_ref_weights:
+    if run.has_ref and not cfg.ref_config.stream_ref_weights:
         yield {f"{group}.stream_ref_weights": True}, "the reference's layers come from host memory in each of its passes"
     if objective is None or objective.kl_place is None or objective.kl_coef > _SMALL_KL:
         return

@@ -114,7 +114,9 @@ def plan_engine(run: RunShape) -> Engine | None:
         images = min(max(rows, run.count_image_tokens(run.actor)), generate.max_num_seqs * run.count_image_tokens(run.actor))
         step += int(images * (tower.block / tensor + tower.ends) * itemsize)
     problem = ""
-    if not run.device.sleeps:
+    if generate.engine == "transformers":  # caches come and go with their responses
+        room = sequence * generate.max_num_seqs
+    elif not run.device.sleeps:
         states = state_bytes_per_sequence(linear, itemsize)
         room = cpu_cache_bytes(generate, kv_bytes_per_token(model_config, generate.cache_itemsize) + draft_token, states)
     else:

@@ -380,7 +380,7 @@ class _Search:
             )
             for index, variants in enumerate(stages):
                 # what does not fit with the least memory is not tried with more
-                if index == 1 and self._rank_training(tree, _save_most(base, request, streams=streams), engine) is None:
+                if index == 1 and self._rank_training(tree, _save_all(base, request, streams=streams), engine) is None:
                     break
                 tried = [self._rank_training(tree, values, engine) for values in variants]
                 accepted = [entry for entry in tried if entry is not None]
@@ -519,7 +519,7 @@ def _save_memory(base: _Values, request: FitRequest, savers: Sequence[_Values], 
         yield {**base, **recompute, **_size_micro_batches(request, 1), **_CHUNKED_HEAD, **saver, **streamed}
 
 
-def _save_most(base: _Values, request: FitRequest, *, streams: bool) -> _Values:
+def _save_all(base: _Values, request: FitRequest, *, streams: bool) -> _Values:
     """Return the layout of `_save_memory` that needs the least memory."""
     return list(_save_memory(base, request, _ROUNDING_SAVERS[-1:], streams=streams))[-1]
 

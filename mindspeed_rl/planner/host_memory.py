@@ -104,7 +104,8 @@ def plan_host_memory(run: RunShape, engine: Engine | None) -> HostMemory:
     averaged = _count_average(run)
     copies |= averaged
     start = max(start, HostPhase("start", dict(copies)), key=lambda phase: phase.total)
-    if engine is not None and not run.placement.disaggregated and run.device.sleeps:
+    sleeps = run.device.sleeps and run.generate is not None and run.generate.engine == "vllm"
+    if engine is not None and not run.placement.disaggregated and sleeps:
         # sleep keeps what the next weight sync does not replace
         copies["rollout weights"] = engine.adapters + engine.draft
         if run.sends_changes:

@@ -212,6 +212,8 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     # packed weights exist from the first responses to the next weight sync, or to a release of the engine's memory
     generating = {} if disaggregated else {**serving, "packed weights": engine.packed}
     also = {} if run.device.sleeps or generate.offload_train_param else generating
+    if generate.engine == "transformers":  # whose weights stay
+        also = {"rollout weights": engine.weights}
     judge = {} if run.placement.layouts.get("judge", run.sizes.actor).dedicated else count_judge_bytes(run)
     # its processes are there in all phases, and without a sleep mode the engines too
     resident |= ({"judge process": run.device.runtime} if judge else {}) | ({} if run.device.sleeps else judge)

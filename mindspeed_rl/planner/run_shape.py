@@ -317,7 +317,7 @@ def read_shape(run: Run, device: Device) -> RunShape:
         raise ValueError("global_batch_size is not set")
     shape, rl = RunShape(run, sizes, device, actor), cfg.rl_config
     if objective is None or rl is None:
-        if run.has_reference:
+        if run.has_ref:
             frozen = replace(cfg.actor_config, lora_target_modules=None)
             ref = build("actor_config", frozen, world, trains=False)
             shape.others["reference"] = replace(ref, is_streamed=frozen.stream_ref_weights)
@@ -331,7 +331,7 @@ def read_shape(run: Run, device: Device) -> RunShape:
         model = build(f"{role}_config", config, devices or world, trains=trains, is_scored=is_scored)
         models[name] = replace(model, is_streamed=is_streamed)
 
-    if run.has_reference:
+    if run.has_ref:
         # it has no adapters, and the weights that are configured for it where their folder is on this machine
         config, mode = replace(cfg.ref_config, lora_target_modules=None), rl.integrated_mode_config
         if mode is not None and find_model_folder(mode.ref_model_load_path) is not None:

@@ -564,8 +564,8 @@ def _plan_supervised(run: RunShape, efficiency: Efficiency, known: SampleMeans) 
     passes = actor.update_passes + forwards.get(run.cfg.stage or "", 0.0)
     parts = {Phases.UPDATE_ACTOR.timer: actor.seconds(samples, passes) | actor.step_seconds()}
     parts[Phases.UPDATE_ACTOR.timer] |= actor.tower_seconds(samples, trains=True)
-    if (reference := run.find_model("reference")) is not None:
-        parts[Phases.UPDATE_ACTOR.timer] |= _Passes(run, reference, efficiency, assumed).stream_seconds(samples)
+    if (ref := run.find_model("reference")) is not None:
+        parts[Phases.UPDATE_ACTOR.timer] |= _Passes(run, ref, efficiency, assumed).stream_seconds(samples)
     phases = {Phases.UPDATE_ACTOR.timer: sum(parts[Phases.UPDATE_ACTOR.timer].values())}
     return TimePlan(
         run.device.name,

@@ -19,7 +19,7 @@ from mindspeed_rl.rewards.samples import RewardSample
 #: names of the text of a criterion, and of its weight, in published data (HealthBench, Rubrics as Rewards, NeMo Gym)
 _TEXTS, _WEIGHTS = ("criterion", "description", "text", "question"), ("weight", "points", "score")
 #: criteria of one row, at most: all are in one request
-_MOST = 64
+_MAX_CRITERIA = 64
 TEMPLATE = """Judge the answer to a question by a list of criteria. Each criterion is met or it is not.
 
 [Question]
@@ -74,8 +74,8 @@ def read_rubric(value: object, where: str) -> tuple[Criterion, ...]:
         value = next((value[name] for name in ("rubrics", "rubric", "criteria") if name in value), value)
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise RubricError(f"{where}: a rubric is a list of criteria, each a text or a mapping with text and weight")
-    if len(value) > _MOST:
-        raise RubricError(f"{where}: {len(value)} criteria; one request has at most {_MOST}")
+    if len(value) > _MAX_CRITERIA:
+        raise RubricError(f"{where}: {len(value)} criteria; one request has at most {_MAX_CRITERIA}")
     criteria = tuple(_read_criterion(item, f"{where}, criterion {index}") for index, item in enumerate(value, 1))
     if not any(criterion.weight > 0 for criterion in criteria):
         raise RubricError(f"{where}: no criterion has a positive weight, so that no answer could earn anything")

@@ -105,7 +105,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 #: more tags than this quarter the score
-_MOST_TAGS = 10
+_MAX_TAGS = 10
 
 
 def verl_search_em(response: str, label: object) -> float:
@@ -119,7 +119,7 @@ def verl_search_em(response: str, label: object) -> float:
     targets = [_spell_words(str(target)) for target in _list_targets(label)]
     if _spell_words(answers[-1].strip()) not in targets:
         return 0.0
-    return 0.25 if max(response.count("<answer>"), response.count("</answer>")) > _MOST_TAGS else 1.0
+    return 0.25 if max(response.count("<answer>"), response.count("</answer>")) > _MAX_TAGS else 1.0
 
 
 def _list_targets(label: object) -> list[object]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams, envs
-from vllm.config import LoadConfig
+from vllm.config import LoadConfig, VllmConfig
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from mindspeed_rl import platform
@@ -162,6 +162,20 @@ def build_prompt(prompt_ids: Sequence[int], images: Sequence[str], rules: ImageR
     stored = prepare_images(rules, images)
     pictures = [open_image(image.key) for image in stored]
     return {"prompt_token_ids": collapse_image_tokens(prompt_ids, stored), "multi_modal_data": {"image": pictures}}
+
+
+def check_texts(sampling: Sampling, vllm_config: VllmConfig) -> None:
+    """Check that an engine can end a response by a text, or give it a form; a rule checks the run file's.
+
+    Raises:
+        ValueError: it makes drafts, whose tokens after the text would belong to the response too.
+    """
+    if vllm_config.speculative_config is not None and (sampling.stop or sampling.structured_output):
+        what = "stop texts" if sampling.stop else "a form"
+        raise ValueError(
+            f"a request has {what}, and the engine checks several tokens in a step (generate_config.speculative_config): leave "
+            "one of them out"
+        )
 
 
 def build_sampling_params(sampling: Sampling, seed: int, *, output_kind: RequestOutputKind) -> SamplingParams:

@@ -186,7 +186,7 @@ class InProcessEngine:
         if request is None:
             assert partial is not None
             return replace(partial, finish="length")
-        self.engine.check_prompt_length(len(request.prompt_ids))
+        self.engine.check_request(len(request.prompt_ids), request.sampling)
         # before the version is read: other weights may come while the engine is paused
         await self._open.wait()
         name = next(self._names)

@@ -149,7 +149,13 @@ class ModuleEngine:
         for name in names:
             self._responses.pop(name, None)
 
-    def check_prompt_length(self, num_tokens: int) -> None:
+    def check_request(self, num_tokens: int, sampling: Sampling) -> None:
+        if sampling.stop or sampling.structured_output:
+            what = "stop texts" if sampling.stop else "a form"
+            raise ValueError(
+                f"generate_config.engine: transformers sees no text, and a request has {what}; leave them out, or set the "
+                "engine to vllm"
+            )
         if num_tokens >= self._max_len:
             raise ValueError(
                 f"a prompt of {num_tokens} tokens, with those that were generated, leaves no room for another in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,12 +46,20 @@ class Sampling:
         return [name for name, value in off.items() if getattr(self, name) != value]
 
 
+#: greedy sampling of the model's own distribution: no cut-off, no penalty
+_PLAIN: dict[str, Any] = {
+    **{"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
+    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+}
+
+
 @dataclass(frozen=True)
 class EvaluationSampling:
     """Responses to each held-out prompt.
 
     Attributes:
-        temperature: 0 is greedy, without cut-offs and penalties; None is the sampling of training.
+        temperature: 0 is greedy, without cut-offs and penalties; None is the sampling of training. Stop texts and the form of
+            responses are those of training in any case.
         num_samples: responses to each prompt.
     """
 
@@ -66,7 +74,7 @@ class EvaluationSampling:
     def apply(self, sampling: Sampling) -> Sampling:
         """Return the parameters of a response, made from the training parameters."""
         if self.temperature == 0.0:
-            return Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
+            return replace(sampling, **_PLAIN)
         return sampling if self.temperature is None else replace(sampling, temperature=self.temperature)
 
 

@@ -61,8 +61,8 @@ class StepEngine(Protocol):
         """Abort these requests; names of others are ignored."""
         ...
 
-    def check_prompt_length(self, num_tokens: int) -> None:
-        """Raise ValueError where a prompt leaves no room for another token."""
+    def check_request(self, num_tokens: int, sampling: Sampling) -> None:
+        """Raise ValueError where a prompt leaves no room for another token, or the engine cannot sample so."""
         ...
 
     def check_freezable(self) -> None:

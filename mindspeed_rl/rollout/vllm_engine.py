@@ -33,6 +33,7 @@ from mindspeed_rl.rollout.arguments import (
     build_engine_arguments,
     build_prompt,
     build_sampling_params,
+    check_texts,
     use_socket_folder,
 )
 from mindspeed_rl.rollout.protocol import LoadsWeights
@@ -222,12 +223,13 @@ class VllmEngine:
         if running:
             self._llm.llm_engine.abort_request(running)
 
-    def check_prompt_length(self, num_tokens: int) -> None:
-        """Check that a prompt leaves room for another token.
+    def check_request(self, num_tokens: int, sampling: Sampling) -> None:
+        """Check that a prompt leaves room for another token, and that the engine can sample so.
 
         Raises:
-            ValueError: it does not.
+            ValueError: one of them does not hold.
         """
+        check_texts(sampling, self._llm.llm_engine.vllm_config)
         max_len = self._llm.llm_engine.model_config.max_model_len
         if num_tokens >= max_len:
             raise ValueError(

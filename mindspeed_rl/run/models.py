@@ -330,7 +330,7 @@ def plan_models(run: Run) -> Run:
     resume = find_resume_point(run, source)
     resumes_after = resume.iteration or None
     if cfg.is_supervised:
-        if run.has_reference:
+        if run.has_ref:
             config, ref = resolve_supervised_ref(actor, source)
             named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
             iteration = config.refer_model_iter if named else None
@@ -338,7 +338,7 @@ def plan_models(run: Run) -> Run:
     else:
         assert run.objective is not None
         _check_rollout(run.platform, models["actor"], run.generate)
-        if run.has_reference:
+        if run.has_ref:
             config, ref, iteration = resolve_rollout_ref(run, source, resumes_after)
             models["ref"] = _plan_role("ref_config", config, ref, iteration=iteration)
         if run.objective.has_critic:

@@ -82,7 +82,7 @@ class Run:
         return self.config.stage
 
     @property
-    def has_reference(self) -> bool:
+    def has_ref(self) -> bool:
         """True where a reference has weights of its own; adapters that are off, or the policy without them, need none."""
         actor, rl = self.config.actor_config, self.config.rl_config
         if self.objective is None or rl is None:

@@ -22,9 +22,11 @@ from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.models.costs import read_kv_bytes
 from mindspeed_rl.rollout.arguments import (
     SOCKET_PREFIX,
+    EngineArguments,
     build_engine_arguments,
     build_prompt,
     build_sampling_params,
+    check_texts,
     use_socket_folder,
 )
 from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, GrowingResponse, PauseMode
@@ -89,6 +91,7 @@ class AsyncEngine:
             raise ValueError(f"prompt_ids has {num_tokens} tokens, but the context has {model.max_model_len}")
         check_token_ids(request.prompt_ids, num_ids, "prompt_ids")
         check_token_ids(request.sampling.stop_token_ids, num_ids, "stop_token_ids")
+        check_texts(request.sampling, self.llm.vllm_config)
         params = build_sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.DELTA)
         prompt = build_prompt(request.prompt_ids, request.sampling.images, self._image_rules)
         async for output in self.llm.generate(prompt, params, f"rollout-{next(self._request_ids)}"):
@@ -175,7 +178,7 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
     os.environ[OWNER_VARIABLE] = f"{os.getpid()} {psutil.Process().create_time()}"
     os.environ[PLATFORM_VARIABLE] = settings.platform
     generate, hooks = settings.generate, adaptors.engine_hooks()
-    changes = {
+    changes: EngineArguments = {
         "distributed_executor_backend": "mp" if generate.infer_tensor_parallel_size > 1 else "uni",
         "worker_extension_cls": f"{EngineExtension.__module__}.{EngineExtension.__name__}",
         # on dedicated devices memory is not offloaded
@@ -183,6 +186,8 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
     }
     if settings.with_tokenizer:
         changes["skip_tokenizer_init"] = False
+    if settings.tokenizer is not None:
+        changes["tokenizer"] = settings.tokenizer
     if settings.load_weights:
         changes["load_format"] = "auto"
     rules = ImageRules.read(settings.hf_folder, settings.min_pixels, settings.max_pixels)

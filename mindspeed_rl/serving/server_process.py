@@ -28,11 +28,12 @@ class ServerSettings:
     """The settings of all servers of a run.
 
     Attributes:
-        hf_folder: has config.json, and the tokenizer for other interfaces.
+        hf_folder: has config.json, and the tokenizer where no other folder has it.
         generate: keys of the engines.
         platform: name of the device kind.
         folder: run folder, for run.log and logs/; None without such files.
-        with_tokenizer: the engine reads and writes text, for other interfaces than ours.
+        with_tokenizer: the engine reads and writes text: other interfaces than ours do, and requests that end by texts.
+        tokenizer: folder of the tokenizer; None: that of the weights.
         load_weights: the engine loads the folder's weights instead of waiting for a weight sync.
         heartbeat_interval_s: between two heartbeats.
         min_pixels, max_pixels: limits of images; None: the model's own.
@@ -46,6 +47,7 @@ class ServerSettings:
     platform: str
     folder: Path | None
     with_tokenizer: bool = False
+    tokenizer: str | None = None
     load_weights: bool = False
     heartbeat_interval_s: float = 5.0
     min_pixels: int | None = None

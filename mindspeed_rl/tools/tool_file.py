@@ -114,6 +114,18 @@ def _collect_errors(function: Callable[[_Input], _Output], items: Sequence[_Inpu
     return results
 
 
+def _choose_target(targets: Mapping[_Kind, object], where: str) -> tuple[_Kind, object]:
+    """Return the kind and the target of an entry; a class of another project that is built in here is the built-in tool."""
+    given = [(kind, target) for kind, target in targets.items() if target is not None]
+    if len(given) != 1:
+        actual = f"{' and '.join(kind for kind, _ in given)} together" if given else "none of them"
+        raise ValueError(f"{where}: an entry has one of class_name, function, tool and mcp, not {actual}")
+    kind, target = given[0]
+    if kind == "class" and target in FOREIGN_CLASSES:
+        return "tool", FOREIGN_CLASSES[str(target)]
+    return kind, target
+
+
 def _read_entry(value: object, where: str, timeout_s: float) -> _ToolEntry:
     if isinstance(value, str):
         value = {"function" if ":" in value else "tool": value}
@@ -129,22 +141,16 @@ def _read_entry(value: object, where: str, timeout_s: float) -> _ToolEntry:
     options.reject_unknown()
     if targets["mcp"] is not None and str(targets["class"]).startswith(_MCP_CLASSES):
         targets["class"] = None  # the name of verl's client
-    given = [(kind, target) for kind, target in targets.items() if target is not None]
-    if len(given) != 1:
-        actual = f"{' and '.join(kind for kind, _ in given)} together" if given else "none of them"
-        raise ValueError(f"{where}: an entry has one of class_name, function, tool and mcp, not {actual}")
+    kind, target = _choose_target(targets, where)
     if not isinstance(config, Mapping):
         raise ValueError(f"{where}.config must be a mapping, not {type(config).__name__}")
     if run_in is not None and run_in not in get_args(RunIn):
         hint = registry.did_you_mean(run_in, get_args(RunIn))
         raise ValueError(f"{where}.run_in is {run_in!r}, but must be one of {', '.join(get_args(RunIn))}{hint}")
-    kind, target = given[0]
     if kind == "mcp":
         if not isinstance(target, Mapping):
             raise ValueError(f"{where}.mcp must be a mapping, not {type(target).__name__}")
         config, target = target, ""
-    if kind == "class" and target in FOREIGN_CLASSES:
-        kind, target = "tool", FOREIGN_CLASSES[str(target)]
     if kind == "tool" and target not in TOOLS:
         hint = registry.did_you_mean(target, TOOLS)
         raise ValueError(f"{where}: there is no built-in tool {target!r}{hint or '.'} There are {', '.join(TOOLS)}")

@@ -49,6 +49,7 @@ class TrainBatch:
     Attributes:
         iteration: the first is 0.
         inputs: inputs of the estimator; `inputs.response_mask` is False in rows without a score.
+        totals: [B] total rewards, also where teachers judge alone and none trains; NaN where there is none.
         advantages: [B, R].
         young_mask: [B, R] bool; tokens that are young enough to train.
         loss_mask: [B, R] bool; tokens that train.
@@ -61,6 +62,7 @@ class TrainBatch:
 
     iteration: int
     inputs: AdvantageInputs
+    totals: Tensor
     advantages: Tensor
     young_mask: Tensor
     loss_mask: Tensor
@@ -124,6 +126,8 @@ class Advantages:
         """Compute nothing yet."""
         self._rl, self._plan, self._stage, self._timeout_s = run.rl, run.plan, run.stage, run.deadlines.rows_s
         self._plane, self._baselines, self._schedule = plane, baselines, schedule
+        term = schedule.objective.distillation
+        self._trains_rewards = term is None or term.use_task_rewards
         self._observers, self._has_roles = observers, run.rl.agent_loop_name == "roles"
         self._seed, self._marks = run.config.actor_config.seed, schedule.objective.loss.load_marks()
         self.entropy_threshold: float | None = None
@@ -141,11 +145,11 @@ class Advantages:
         versions, version = list(batch["weight_versions"]), admission.version(iteration)
         check_versions(versions, version, admission.bound, iteration)
         masks = ragged(batch["response_mask"])
-        rewards = ragged(batch["rewards"]).tensor()
+        totals = rewards = ragged(batch["rewards"]).tensor()
         sampled, lengths = masks.pad(0), masks.lengths().tolist()
         width = sampled.size(1)
         measured = rewards[~rewards.isnan()]
-        if objective.distillation is not None and not objective.distillation.use_task_rewards:
+        if not self._trains_rewards:
             # the teachers judge every row; rewards are only measured
             rewards = torch.zeros_like(rewards)
         scored = ~rewards.isnan()
@@ -164,8 +168,12 @@ class Advantages:
         inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
         inputs = replace(inputs, greedy_rewards=greedy_rewards)
         if self._has_roles:
-            weight, trajectories = self._rl.trajectory_reward_weight, objects(batch["trajectories"])
-            advantages, returns, of_roles = compute_role_advantages(inputs, trajectories, objective, weight=weight)
+            advantages, returns, of_roles = compute_role_advantages(
+                inputs,
+                objects(batch["trajectories"]),
+                objective,
+                weight=self._rl.trajectory_reward_weight if self._trains_rewards else 0.0,
+            )
             metrics.merge(of_roles)
         else:
             advantages, returns, estimator_metrics = compute_advantages(inputs, objective)
@@ -192,6 +200,7 @@ class Advantages:
         prepared = TrainBatch(
             iteration,
             inputs,
+            totals,
             advantages,
             young,
             loss_mask,

@@ -68,6 +68,7 @@ class PromptLoader:
         self._pass_start = self.next_prompt = 0
         self.waiting: list[int] = []
         self.batch: list[int] = []
+        self._measured: set[int] = set()  # prompts whose rewards a filter has shown, in this iteration
 
     def item(self, index: int) -> PromptItem:
         """Return the prompt of this index, counted from the start of the run over all epochs."""
@@ -95,14 +96,21 @@ class PromptLoader:
         self._plane.put(prompt_rows(items, repeat), range(size * repeat))
 
     def observe(self, rewards: Tensor) -> None:
-        """Take note of the rewards [rows] of the batch, NaN where there is none, where the order depends on them."""
-        if self._choice is not None:
-            groups = rewards.view(len(self.batch), -1).tolist()
-            self._choice.observe([index - self._pass_start for index in self.batch], groups)
+        """Take note of the rewards [rows] of groups that a filter reads, before it keeps or leaves them."""
+        self._observe(rewards, range(len(self.batch)))
+        self._measured.update(self.batch)
 
     def on_batch(self, batch: TrainBatch) -> None:
-        """Take note of the rewards that train, with a reward model's."""
-        self.observe(batch.inputs.rewards.masked_fill(~batch.inputs.valid, torch.nan))
+        """Take note of the rewards of the rows that train, with a reward model's; a prompt is measured once."""
+        self._observe(batch.totals, [place for place, index in enumerate(self.batch) if index not in self._measured])
+        self._measured.clear()
+
+    def _observe(self, rewards: Tensor, places: Sequence[int]) -> None:
+        """Take note of the rewards of some prompts of the batch, NaN where there is none, where the order depends on them."""
+        if self._choice is not None:
+            groups = rewards.view(len(self.batch), -1).tolist()
+            indexes = [self.batch[place] - self._pass_start for place in places]
+            self._choice.observe(indexes, [groups[place] for place in places])
 
     def report(self) -> list[WorkerReport]:
         """Return the counts of an order that depends on rewards; nothing for another."""

@@ -36,7 +36,7 @@ from mindspeed_rl.files import read_json
 from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
-from mindspeed_rl.rewards.dry_run import Trial, dry_run_reward_functions
+from mindspeed_rl.rewards.dry_run import DryRun, Trial, dry_run_reward_functions
 from mindspeed_rl.rewards.judge import JudgeForm
 from mindspeed_rl.rewards.labels import try_labels
 from mindspeed_rl.rewards.pool import RewardPool
@@ -193,16 +193,7 @@ def check_rl(run: Run) -> RLInputs:
     prompt_order = PromptOrder.from_config(run.rl)
     build_prompt_sampler(prompt_order, prompts, seed=actor.seed, shuffle=not actor.no_shuffle)
     check_agents(run, tokenizer, prompts[0]["prompt_ids"])
-    warnings, errors = try_labels(run.rl.verifier_function if run.rl.rule_reward else [], prompts)
-    columns = prompts[0]["columns"] | (make_trial_columns() if run.rl.multi_turn_enable else {})
-    if errors := functions.find_missing(prompts[0]["label"], columns) or errors:
-        raise ConfigError(errors)
-    if functions.required:
-        reader = SampleReader(tokenizer, run.rl.verifier_reads, run.config.response_limit)
-        sample = reader.read_trial(prompts[0], multi_turn=run.rl.multi_turn_enable)
-        trial = Trial(sample, RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
-        if violations := dry_run_reward_functions(run.rl, env, trial=trial).violations:
-            raise ConfigError(violations)
+    warnings = _try_rewards(run, functions, env, prompts, tokenizer)
     overlaps = [line for each in (held_out, *eval_sets.values()) for line in describe_overlap(prompts, each)]
     warnings = [*describe_prompts(prompts, run.plan.num_prompts), *overlaps, *warnings]
     warnings += _describe_weights(run)
@@ -223,17 +214,10 @@ def check_rl(run: Run) -> RLInputs:
     if run.rl.served_judge is not None:
         judge = ServedJudge(RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit), tokenizer)
     cards = describe_data(run, prompts, held_out, eval_sets, tokenizer)
-    lines, images = [*map(str, cards)], ""
-    if (rules := read_image_rules(run.models["actor"])) is not None:
-        rows = [read_references(prompts[index]["columns"]) for index in range(min(8, len(prompts)))]
-        images = describe_images(rules, [[image.grid for image in prepare_images(rules, row)] for row in rows])
-        lines.append(images)
-    if actor.train_epochs:
-        lines.append(f"{run.plan.train_iters} iterations are {actor.train_epochs:g} passes over them")
-    if "code" in run.rl.verifier_function and (missing := _find_missing_isolation()):
-        lines.append(f"warning: programs of the model run without isolation of: {missing} (docs/security.md)")
-    lines += [str(resume), *filter(None, [order_change]), f"starting {_describe_devices(run)} on {run.platform} ..."]
-    devices, summary = run.placement.num_devices, "\n".join(lines)
+    images = _describe_prompt_images(run, prompts)
+    lines = [*map(str, cards), images, *_describe_iterations(run), str(resume), order_change]
+    lines.append(f"starting {_describe_devices(run)} on {run.platform} ...")
+    devices, summary = run.placement.num_devices, "\n".join(filter(None, lines))
     run = with_absolute_paths(run)
     return RLInputs(
         run,
@@ -262,6 +246,45 @@ def _check_audit(run: Run, env: Mapping[str, str]) -> None:
         raise ConfigError(text.replace("rl_config.verifier_function", "audit.verifier_function") for text in violations)
     if audit.judge_prompt is not None:
         JudgeForm(RewardSettings.from_config(rewards, max_tokens=run.config.response_limit))
+
+
+def _try_rewards(
+    run: Run, functions: DryRun, env: Mapping[str, str], prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Try the labels and, on the first prompt, the reward functions; return warnings.
+
+    Raises:
+        ConfigError: a label has another form, a column is missing, or a function fails.
+    """
+    rl, first = run.rl, prompts[0]
+    warnings, errors = try_labels(rl.verifier_function if rl.rule_reward else [], prompts)
+    columns = first["columns"] | (make_trial_columns() if rl.multi_turn_enable else {})
+    if errors := functions.find_missing(first["label"], columns) or errors:
+        raise ConfigError(errors)
+    if functions.required:
+        reader = SampleReader(tokenizer, rl.verifier_reads, run.config.response_limit)
+        sample = reader.read_trial(first, multi_turn=rl.multi_turn_enable)
+        trial = Trial(sample, RewardSettings.from_config(rl, max_tokens=run.config.response_limit))
+        if violations := dry_run_reward_functions(rl, env, trial=trial).violations:
+            raise ConfigError(violations)
+    return warnings
+
+
+def _describe_prompt_images(run: Run, prompts: PromptDataset) -> str:
+    """Return a line with the tokens of the first prompts' images; empty for a model of text."""
+    rules = read_image_rules(run.models["actor"])
+    if rules is None:
+        return ""
+    rows = [read_references(prompts[index]["columns"]) for index in range(min(8, len(prompts)))]
+    return describe_images(rules, [[image.grid for image in prepare_images(rules, row)] for row in rows])
+
+
+def _describe_iterations(run: Run) -> Iterator[str]:
+    """Yield a line for a length in epochs, and for programs of the model that are not isolated."""
+    if epochs := run.config.actor_config.train_epochs:
+        yield f"{run.plan.train_iters} iterations are {epochs:g} passes over them"
+    if "code" in run.rl.verifier_function and (missing := _find_missing_isolation()):
+        yield f"warning: programs of the model run without isolation of: {missing} (docs/security.md)"
 
 
 def _file_checks(run: Run) -> Iterator[Callable[[], object]]:

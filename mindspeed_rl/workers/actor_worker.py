@@ -132,7 +132,10 @@ class ActorWorker(ActorPhases):
         self, items: Sequence[PromptItem], seed: int, evaluation: EvaluationSampling
     ) -> list[Trajectory] | None:
         """Generate this replica's share of the responses to prompts; see `RolloutReplica.generate_responses`."""
-        return self.rollout.generate_responses(items, seed, evaluation)
+        responses = self.rollout.generate_responses(items, seed, evaluation)
+        # they are no part of a rollout, whose drafts are counted next
+        vllm_drafts.counts.take()
+        return responses
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -387,13 +387,13 @@ def build_pass_settings(run: Run, tokenizer: PreTrainedTokenizerBase) -> PassSet
 def build_role(run: Run, name: str, passes: PassSettings) -> Role:
     """Build the model of one role of the run; actor and critic train."""
     if name == "ref":
-        return build_reference(run, passes)
+        return build_ref(run, passes)
     steps = run.plan.num_optimizer_steps if name in ("actor", "critic") else None
     ema_decay = run.rl.ema_decay if name == "actor" else 0.0
     return Role(name, run.models[name], passes, steps_per_iteration=steps, ema_decay=ema_decay)
 
 
-def build_reference(run: Run, passes: PassSettings) -> Role:
+def build_ref(run: Run, passes: PassSettings) -> Role:
     """Build the reference of a run with rollouts, or of a supervised stage."""
     model = run.models["ref"]
     moves = run.objective is not None and run.rl.sync_ref_model and run.rl.ref_model_mixup_alpha < 1.0

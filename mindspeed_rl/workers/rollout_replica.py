@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config.device_limits import engine_adapter_rank
 from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.data.tokenizer import is_plain
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.models.costs import kv_bytes_per_token
@@ -49,6 +51,7 @@ from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import add_sync_bytes
+from mindspeed_rl.scratch import scratch_folder
 from mindspeed_rl.workers.agents import LengthOrder, build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics, read_image_rules
 from mindspeed_rl.workers.routing import build_routing_columns
@@ -100,20 +103,39 @@ def build_vllm(
     replays = run.rl.router_replay.mode == "R3"
     key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
     adapts = config.lora_push == "adapter"
-    return engine_class(
-        actor.source.hf_folder,
-        config,
-        sampling,
-        run_id=run_id,
-        kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, config.cache_itemsize),
-        image_rules=read_image_rules(actor),
-        engine_arguments={
-            **(_build_adapter_arguments(run.config.actor_config.lora_r, num_adapters) if adapts else {}),
-            **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
-            # read only where texts or a form end a response
-            "tokenizer": tokenizer.name_or_path,
-        },
-    )
+    with _save_tokenizer(run, tokenizer) as folder:
+        return engine_class(
+            actor.source.hf_folder,
+            config,
+            sampling,
+            run_id=run_id,
+            kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, config.cache_itemsize),
+            image_rules=read_image_rules(actor),
+            engine_arguments={
+                **(_build_adapter_arguments(run.config.actor_config.lora_r, num_adapters) if adapts else {}),
+                **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
+                # read only where texts or a form end a response
+                "tokenizer": folder,
+                **({"skip_tokenizer_init": False} if run.rl.requests_have_texts else {}),
+            },
+        )
+
+
+@contextlib.contextmanager
+def _save_tokenizer(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield a folder from which vLLM loads this tokenizer while it builds its engine.
+
+    In a model's folder transformers takes the tokenizer class of the model type, which decodes a tokenizer of your own in
+    another way than its tokenizer.json. A folder without config.json has no model type.
+    """
+    sampling, serves = run.generate.sampling_config, run.config.serve_config is not None
+    reads = bool(sampling.stop or sampling.structured_output or run.rl.requests_have_texts or serves)
+    if not reads or not is_plain(tokenizer):
+        yield tokenizer.name_or_path
+        return
+    with scratch_folder("mindspeed-rl-tokenizer-") as folder:
+        tokenizer.save_pretrained(str(folder))
+        yield str(folder)
 
 
 def _build_module(run: Run, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, run_id: str) -> StepEngine:

@@ -73,6 +73,8 @@ class ServerRollout:
             generate=run.generate,
             platform=run.platform,
             folder=run.folder,
+            with_tokenizer=run.rl.requests_have_texts,
+            tokenizer=tokenizer.name_or_path if run.rl.requests_have_texts else None,
             heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
             min_pixels=actor.min_pixels,
             max_pixels=actor.max_pixels,

@@ -35,7 +35,7 @@ from mindspeed_rl.workers.answers import generate_answers
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.engines import PassSettings
 from mindspeed_rl.workers.responses import read_image_rules
-from mindspeed_rl.workers.roles import Role, build_micro_batching, build_reference
+from mindspeed_rl.workers.roles import Role, build_micro_batching, build_ref
 from mindspeed_rl.workers.stages import STAGES
 from mindspeed_rl.workers.stages.stage import Stage, split_batches
 
@@ -98,7 +98,7 @@ class SupervisedWorker(DeviceWorker):
         self.role.engine.outputs = self.stage.outputs
         self.ref: Role | None = None
         if "ref" in self.run.models:
-            self.ref = build_reference(self.run, passes)
+            self.ref = build_ref(self.run, passes)
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""

@@ -13,6 +13,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.weights import list_local_weights
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample
 from mindspeed_rl.rewards.totals import add_trajectory_rewards
+from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.columns import list_worker_columns
@@ -50,7 +52,8 @@ from mindspeed_rl.run.models import plan_models, with_model_configs
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.prompt_loader import load_prompts
+from mindspeed_rl.trainers.evaluation import interleave
+from mindspeed_rl.trainers.prompt_loader import load_audit_prompts, load_eval_sets, load_prompts
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS, RLInputs, _Services, build_trainer
 from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.termination import Terminated, Termination
@@ -64,6 +67,23 @@ _COLUMNS = (
     *("old_log_probs", "entropies", "ref_log_probs", "values", "teacher_log_probs", "teacher_ids", "rm_scores"),
     "marked_tokens",
 )
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Responses outside of a rollout.
+
+    Attributes:
+        items: prompts.
+        sampling: of their responses.
+        is_average: they were sampled with the moving average of the weights.
+        trajectories: those to a prompt adjacent.
+    """
+
+    items: Sequence[PromptItem]
+    sampling: EvaluationSampling
+    is_average: bool
+    trajectories: Sequence[Trajectory]
 
 
 class SharedPlane:
@@ -146,7 +166,7 @@ class _Later(_Ended):
 class OwnRewards:
     """The reward functions of the tests, on every rank."""
 
-    accuracies = frozenset[str]()
+    accuracies = frozenset(("product_rewards:even",))
 
     def __init__(self, run: Run, plane: SharedPlane) -> None:
         self._rl, self._plane = run.rl, plane
@@ -178,6 +198,23 @@ class OwnRewards:
         )
 
 
+class OwnAudit:
+    """The stricter check of the tests, on every rank."""
+
+    def __init__(self, run: Run) -> None:
+        self._functions = run.config.audit.verifier_function
+
+    @classmethod
+    def of(cls, run: Run) -> OwnAudit | None:
+        """The one of a run; None without an audit."""
+        return cls(run) if run.config.audit.has_check else None
+
+    def score(self, samples: Sequence[RewardSample], *, timeout_s: float) -> list[RewardResult]:
+        """Scores of responses."""
+        functions = [getattr(product_rewards, name.rpartition(":")[2]) for name in self._functions]
+        return [RewardResult(sum(function(list(one.response_ids)) for function in functions), {}) for one in samples]
+
+
 class OwnFleet:
     """The fleet of a run whose driver is on every rank: a phase is the own worker's.
 
@@ -193,6 +230,7 @@ class OwnFleet:
         worker.hooks.append(self._composition)
         self.records: list[dict[str, Any]] = []
         self._record: dict[str, Any] = {}
+        self._has_average = False  # the engine, in place of the weights
         for name, role in (("update_actor", worker.roles.actor), ("update_critic", worker.roles.critic)):
             if role is not None:
                 role.engine.on_gradients.append(lambda name=name, role=role: self._note_step(name, role))
@@ -210,6 +248,12 @@ class OwnFleet:
     def _note_step(self, name: str, role: Any) -> None:
         self._composition.steps[name].append([])
         self._record[name].append(None if role.config.lora_target_modules else read_gradients(role))
+        if role.engine.average is not None:  # it is moved by the weights that each step leaves
+            self._record["iterates"].append(self._read_moved(name, role))
+
+    def _read_moved(self, name: str, role: Any) -> dict[str, np.ndarray]:
+        """What a step moves: adapters where there are some, else weights."""
+        return self._read_adapters(name, role) or read_weights(role)
 
     def _read_weights(self, role: Any) -> dict[str, np.ndarray]:
         role.offloader.onload(params=True)
@@ -229,7 +273,7 @@ class OwnFleet:
         if self._record:
             return
         self._composition.steps = {"update_actor": [[]], "update_critic": [[]]}
-        self._record = {"update_actor": [], "update_critic": [], "columns": self._plane.read_all()}
+        self._record = {"update_actor": [], "update_critic": [], "iterates": [], "columns": self._plane.read_all()}
 
     def _digest(self) -> list[tuple[Any, str]]:
         """(tensors of the file and shard, digest of the bits) of every weight of the actor that this rank holds."""
@@ -246,13 +290,20 @@ class OwnFleet:
     # ------------------------------------------------------------------ phases
 
     def push_weights(self, version: int, average: bool = False) -> list[WorkerReport]:
-        """The end of an iteration, and what comes before the first."""
+        """The end of an iteration, and what comes before the first; pushes for an evaluation are noted with that."""
+        if average or self._has_average:
+            self._has_average = average
+            return self._call("push_weights", version, average)
         roles = self._worker.roles
         weights: dict[str, Any] = {"adapters": {}}
         for name, role in (("actor", roles.actor), ("ref", roles.ref), ("critic", roles.critic)):
             if role is not None:
                 weights[name] = self._read_weights(role)
                 weights["adapters"][name] = self._read_adapters(name, role)
+        if roles.actor is not None and roles.actor.engine.average is not None:
+            with roles.actor.averaged():
+                weights["average"], weights["moved average"] = read_weights(roles.actor), self._read_moved("ema", roles.actor)
+                self._record |= {"average copies": self._digest()} if self._record else {}
         if self._record:
             self.records.append(self._record | {"after": weights, "composition": self._composition.steps})
             self.records[-1]["copies"] = self._digest()
@@ -273,7 +324,11 @@ class OwnFleet:
         return self._call("continue_responses", responses, num_tokens)
 
     def generate_responses(self, items: Any, seed: int, evaluation: Any) -> list[Any]:
-        return self._call("generate_responses", items, seed, evaluation)
+        shares = self._call("generate_responses", items, seed, evaluation)
+        held = [share for share in shares if share is not None]
+        made = Evaluated(items, evaluation, self._has_average, interleave(held, len(items) * evaluation.num_samples))
+        self.records[-1].setdefault("evaluated", []).append(made)
+        return shares
 
     def finish_rollout(self) -> list[WorkerReport]:
         return self._call("finish_rollout")
@@ -366,11 +421,24 @@ def _run(resolved: Run, plane: SharedPlane, worker: ActorWorker, stops_after: in
     tokenizer = load_tokenizer(tokenizer_path)
     prompts, held_out = load_prompts(resolved, tokenizer)
     devices = resolved.plan.world_size
-    inputs = RLInputs(resolved, tokenizer, tokenizer_path, prompts, held_out, resolved.resume, devices, summary="", cards=())
+    inputs = RLInputs(
+        resolved,
+        tokenizer,
+        tokenizer_path,
+        prompts,
+        held_out,
+        resolved.resume,
+        devices,
+        summary="",
+        cards=(),
+        eval_sets=load_eval_sets(resolved, tokenizer),
+        audit_prompts=load_audit_prompts(resolved, tokenizer),
+    )
     trackers = make_trackers(resolved.rl, resolved.folder, {}, last_iteration=resolved.resume.iteration)
     termination = Termination()
     with IterationProgress(resolved.plan.train_iters, stream=io.StringIO()) as progress:
-        services: Any = _Services(plane, fleet, rewards, worker.resumed_state())  # pyrefly: ignore[bad-argument-type]
+        audit: Any = OwnAudit.of(resolved)
+        services: Any = _Services(plane, fleet, rewards, worker.resumed_state(), audit)  # pyrefly: ignore[bad-argument-type]
         outputs = LogOutputs(resolved.folder, trackers, progress)
         trainer = build_trainer(inputs, services, outputs, termination)
         if stops_after is not None:
@@ -404,4 +472,4 @@ def _noted(greedy: list[list[float]], values: torch.Tensor) -> torch.Tensor:
 
 def _small(record: Mapping[str, Any]) -> dict[str, Any]:
     """What only this rank knows."""
-    return {name: record[name] for name in ("composition", "copies") if name in record}
+    return {name: record[name] for name in ("composition", "copies", "average copies") if name in record}

@@ -16,6 +16,24 @@ def low(response_ids: list[int]) -> float:
     return float(bool(response_ids) and response_ids[0] < 64)
 
 
+class Pair:
+    """Two roles that speak once each: left earns a point for each letter a, and loses one to right for each b of right's."""
+
+    roles = ("left", "right")
+
+    async def reset(self, row: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+        return "left", []
+
+    async def step(self, role: str, text: str) -> tuple[dict[str, float], str | None, list[dict[str, Any]]]:
+        if role == "left":
+            return {"left": float(text.count("a"))}, "right", [{"role": "user", "content": "more="}]
+        won = float(text.count("b"))
+        return {"left": -won, "right": won}, None, []
+
+    async def close(self) -> None:
+        pass
+
+
 class TwoTurns:
     """An environment that asks once more, and gives a point for each letter a of the first turn."""
 

@@ -184,6 +184,11 @@ INGREDIENTS = [
     Ingredient("dropped", _few_tokens("drop"), _REFERENCE, needs=("distillation",)),
     Ingredient("lumped", _few_tokens("lump"), _REFERENCE, needs=("distillation",)),
     Ingredient("renormalized", _few_tokens("renormalize"), _REFERENCE, needs=("distillation",)),
+    Ingredient(
+        "recorded_old",
+        _rl(old_log_probs="rollout", old_log_probs_check_fraction=0.5),
+        "transformers, with the recorded log-probs as the old policy's",
+    ),
     Ingredient("correction", _rl(rollout_importance_sampling_mode="token_truncate"), _REFERENCE),
     # prompts and responses
     Ingredient(
@@ -210,9 +215,17 @@ INGREDIENTS = [
         _rl(multi_turn_enable=True, environment="product_rewards:TwoTurns", max_total_response_length=24),
         "log-probs by turn; texts of the environment do not train",
     ),
+    Ingredient(
+        "roles",
+        _rl(multi_turn_enable=True, agent_loop="roles", environment="product_rewards:Pair", max_total_response_length=36),
+        "advantages of each role by its own rewards, from the tokens",
+    ),
+    Ingredient("levels", _rl(prompt_level_key="level", prompt_level_prompts=4, prompt_level_pass_rate=0.4), "levels by hand"),
     Ingredient("partial", _rl(partial_rollout_max_split=2, guarantee_order=False), "versions of tokens"),
     Ingredient("unordered", _rl(guarantee_order=False, actor_rollout_dispatch_size=2), _SAME),
     Ingredient("cut_offs", _generate(sampling_config={"top_k": 20, "top_p": 0.9}), "log-probs of the whole distribution"),
+    Ingredient("stop_tokens", _generate(sampling_config={"stop_token_ids": [53, 101]}), "where responses end"),
+    Ingredient("stop_texts", _generate(sampling_config={"stop": ["a", "Q"]}), "where responses end"),
     Ingredient(
         "form",
         _generate(sampling_config={"structured_output": {"regex": "[a-z]{2,6}"}}),
@@ -230,10 +243,32 @@ INGREDIENTS = [
         _generate(sleep_mode_extra_cleanup=True, infer_moe_token_dispatcher_type="allgather"),
         "the same reference: off the NPU they change nothing",
     ),
+    Ingredient("module_engine", _generate(engine="transformers"), _SAME),
+    # beside training
+    Ingredient(
+        "evaluated",
+        _train(eval_n_samples=2, eval_temperature=0.8, eval_interval=1, eval_num_prompts=3),
+        "log-probs and rewards of its responses, by transformers and by hand; the run without it, bit by bit",
+    ),
+    Ingredient(
+        "averaged",
+        _rl(ema_decay=0.75),
+        "the formula over the weights of all steps; evaluations of it; the run without it, bit by bit",
+        needs=("evaluated",),
+    ),
+    Ingredient(
+        "audited",
+        {"audit": {"verifier_function": ["product_rewards:low"], "interval": 1, "num_prompts": 3}},
+        "log-probs and both scores of its responses; the run without it, bit by bit",
+    ),
     Ingredient("prefix_caching", _generate(enable_prefix_caching=True), _SAME),
     Ingredient("delta_sync", _generate(update_weight_mode="delta"), _SAME),
     Ingredient("resumed", {"megatron_training": {"save_interval": 1}, "actor_config": {"save": "SAVE"}}, "the next iteration"),
 ]
+#: what no number of training depends on
+SILENT = frozenset(("evaluated", "averaged", "audited"))
+#: texts and tokens that end a response
+STOP_TEXTS, STOP_TOKENS = ("a", "Q"), (53, 101)
 BY_NAME = {ingredient.name: ingredient for ingredient in INGREDIENTS}
 
 
@@ -253,7 +288,7 @@ class ConflictError(ValueError):
 
 
 #: groups that one ingredient sets as a whole
-_WHOLE = ("structured_output", "speculative_config", "router_replay")
+_WHOLE = ("structured_output", "speculative_config", "router_replay", "stop")
 _Path = tuple[str, ...]
 
 
@@ -289,6 +324,7 @@ class ProductRun:
     written: dict[str, Any] = field(default_factory=dict)
     size: int = 1
     model: str = "untied"
+    _num_open: int = 1  # levels of prompts
 
     def build(self, folders: Mapping[str, Mapping[str, str]], folder: Path) -> None:
         """Make the run file.
@@ -308,7 +344,15 @@ class ProductRun:
         self.size = _count_processes(chosen, keys["megatron_training"])
         mine = folders[self.model]
         keys["rl_config"]["actor_resource"] = {"num_npus": self.size}
-        keys["megatron_training"]["data_path"] = mine["renamed" if "renamed_columns" in self.names else "prompts"]
+        renamed = "renamed_" if "renamed_columns" in self.names else ""
+        keys["megatron_training"]["data_path"] = mine[f"{renamed}prompts"]
+        if "evaluated" in self.names:
+            keys["megatron_training"] |= {
+                "eval_data_path": mine[f"{renamed}held_out"],
+                "eval_sets": {"other": mine[f"{renamed}others"]},
+            }
+        if "audited" in self.names:
+            keys["audit"]["data_path"] = mine[f"{renamed}others"]
         keys["megatron_training"]["tokenizer_name_or_path"] = mine["actor"]
         keys["actor_config"]["load"] = mine["actor"]
         if not keys["rl_config"].get("share_backbone"):
@@ -365,25 +409,58 @@ class ProductRun:
             assert label == expected_label, f"the label of {text} is {label}"
             cut = text[-_CUT:] if "cut_prompts" in self.names else text
             assert list(prompt) == [ord(letter) for letter in cut], f"the prompt of {text} is {list(prompt)}"
-        if "curriculum" not in self.names or self.names & {"filtered", "resampled", "replayed_prompts", "partial"}:
+        if self.names & {"filtered", "resampled", "replayed_prompts", "partial"}:
+            return
+        if "levels" in self.names:
+            self._check_levels(columns)
+            return
+        if "curriculum" not in self.names:
             return
         rates = sorted(rows, reverse=True)
         found = [float(extra["rate"]) for extra in columns["extra"][:: self.group_size]]
         expected = rates[4 * (iteration - 1) : 4 * iteration]
         assert found == expected, f"prompts of the pass rates {found}, and not {expected}"
 
+    def _check_levels(self, columns: Mapping[str, Any]) -> None:
+        """A level opens when its last four prompts, those of an iteration, pass in the mean of their responses."""
+        found = [int(extra["level"]) for extra in columns["extra"][:: self.group_size]]
+        assert max(found) < self._num_open, f"prompts of the levels {found} while {self._num_open} levels are open"
+        size = self.group_size
+        passed = [float(reward) >= 0.5 for reward in columns["rewards"]]
+        rates = [sum(passed[start : start + size]) / size for start in range(0, len(passed), size)]
+        highest = [rate for rate, level in zip(rates, found, strict=True) if level == self._num_open - 1]
+        # fewer prompts of the level complete a window with those of earlier iterations
+        if len(highest) < 4 or sum(highest) / 4 >= 0.4:
+            self._num_open += 1
+
     def version(self, metrics: Mapping[str, float]) -> int:
         """Version of the weights that train in an iteration."""
         return int(metrics["iteration"]) - 1
 
+    def score(self, row: Row) -> float:
+        """The total reward of the tokens of a response."""
+        points = sum(self.score_roles(row).values()) if "roles" in self.names else 0.0
+        if "agents" in self.names:
+            points = sum(_count_a(tokens) for sequence in row.sequences for tokens, sampled in sequence.stretches if sampled)
+        return product_rewards.even(row.response) + 0.5 * product_rewards.low(row.response) + points
+
+    def score_roles(self, row: Row) -> dict[str, float]:
+        """The points of each role that has spoken, in the order of their sequences; see `product_rewards.Pair`."""
+        own = [sequence.response for sequence in row.sequences]
+        assert len(own) <= 2, "a role has more than one sequence"
+        lost = own[1].count(ord("b")) if len(own) == 2 else 0
+        return dict(list({"left": float(_count_a(own[0]) - lost), "right": float(lost)}.items())[: len(own)])
+
     def check_reward(self, row: Row, reward: float, columns: Mapping[str, Any], index: int) -> None:
         """The total reward follows from the tokens."""
-        response = row.response
-        expected = product_rewards.even(response) + 0.5 * product_rewards.low(response)
-        parts = columns["reward_results"][index].parts
-        expected += parts.get("trajectory", 0.0)
+        expected = self.score(row)
         if expected != 0.0 or reward != 0.0:
             assert abs(reward - expected) < 1e-5, f"reward of row {index}: {reward} instead of {expected}"
+
+
+def _count_a(tokens: list[int]) -> int:
+    """Letters a in the text of a turn: the token <pad> has one."""
+    return tokens.count(ord("a")) + tokens.count(0)
 
 
 def _choose_divergence(seed: int) -> Keys:
@@ -473,7 +550,7 @@ def _base(seed: int, group_size: int) -> dict[str, Any]:
             "train_iters": 2,
             "micro_batch_size": 2,
             "loss_chunk_size": 16,
-            "dataset_additional_keys": ["labels", "rate"],
+            "dataset_additional_keys": ["labels", "rate", "level"],
         },
         "actor_config": dict(optimizer),
         "rl_config": {
@@ -517,7 +594,7 @@ def make_folders(root: Path) -> dict[str, dict[str, str]]:
             _save_model(name, folder / role, seed)
             _tokenizer().save_pretrained(folder / role)
         results[name] = {role: str(folder / role) for role in ("actor", "ref", "teacher")}
-        results[name] |= {kind: str(root / f"{kind}.jsonl") for kind in ("prompts", "renamed")}
+        results[name] |= {kind: str(root / f"{kind}.jsonl") for kind in _FILES}
         if name in _CRITICS:
             torch.manual_seed(13)
             config = copy.deepcopy(tiny_hf.CONFIGS[name])
@@ -526,23 +603,31 @@ def make_folders(root: Path) -> dict[str, dict[str, str]]:
             tiny_hf.spread(critic, 3.0)
             critic.save_pretrained(folder / "critic")
             results[name]["critic"] = str(folder / "critic")
-    r = random.Random(5)
-    rows = [
+    for place, (kind, count) in enumerate({"prompts": _NUM_PROMPTS, "held_out": 4, "others": 5}.items()):
+        rows = _make_rows(random.Random(5 + place), count)
+        # the plain columns have other columns' names
+        renamed = [
+            {"question": row.pop("prompt"), "answer": row.pop("labels"), **row, "prompt": "other=", "labels": "other"}
+            for row in copy.deepcopy(rows)
+        ]
+        for name, written in ((kind, rows), (f"renamed_{kind}", renamed)):
+            (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    return results
+
+
+_FILES = ("prompts", "held_out", "others", "renamed_prompts", "renamed_held_out", "renamed_others")
+
+
+def _make_rows(r: random.Random, count: int) -> list[dict[str, Any]]:
+    return [
         {
             "prompt": "".join(r.choice("abcdefgh") for _ in range(r.randint(1, 6))) + "=",
             "labels": f"label {index}",
             "rate": index * 17 % 40 / 40,
+            "level": index % 4,
         }
-        for index in range(_NUM_PROMPTS)
+        for index in range(count)
     ]
-    # the plain columns have other columns' names
-    renamed = [
-        {"question": row["prompt"], "answer": row["labels"], "rate": row["rate"], "prompt": "other=", "labels": "other"}
-        for row in rows
-    ]
-    for kind, written in (("prompts", rows), ("renamed", renamed)):
-        (root / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-    return results
 
 
 _CRITICS = ("untied", "tied", "moe_mixed")

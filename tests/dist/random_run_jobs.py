@@ -19,7 +19,7 @@ from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.observability.metrics import Metrics, merge
 from mindspeed_rl.rewards.samples import RewardResult
-from mindspeed_rl.rollout.trajectory import NO_VERSION, Segment, TokenSequence, Trajectory
+from mindspeed_rl.rollout.trajectory import NO_VERSION, Segment, TokenSequence, Trajectory, TurnEvent
 from mindspeed_rl.run.columns import list_worker_columns
 from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.trainers.advantages import Advantages
@@ -123,7 +123,16 @@ def _trajectory(row: Row, log_probs: Sequence[float], version: int) -> Trajector
             segments.append(Segment(tuple(tokens), values, versions, True, routing))
         sequences.append(TokenSequence(tuple(sequence.prompt), tuple(segments)))
     assert NO_VERSION == -1
-    return Trajectory(tuple(sequences), "length" if row.truncated else "stop")
+    finish: Any = "length" if row.truncated else "stop"
+    if not row.turns:
+        return Trajectory(tuple(sequences), finish)
+    events, start = [], 0
+    for (role, reward), sequence in zip(row.turns, row.sequences, strict=True):
+        stop = start + len(sequence.response)
+        events.append(TurnEvent("model", None, start, stop, 0.0, 0.0, reward, role=role))
+        start = stop
+    rewards = tuple(reward for _, reward in row.turns)
+    return Trajectory(tuple(sequences), finish, turn_rewards=rewards, metrics={"turns": 1.0}, events=tuple(events))
 
 
 def iterate(run: RandomRun, rollout_log_probs: list[list[float]]) -> dict[str, Any]:
@@ -154,6 +163,7 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
         for row in run.rows
     ]
     plane.put(build_response_columns(trajectories), everyone)
+    iterates: list[dict[str, np.ndarray]] = []
     plane.put({"rewards": rewards, "reward_results": results}, everyone)
     if worker.run.rl.router_replay.mode == "R3":
         plane.put(build_routing_columns(worker.run.models["actor"].plan, trajectories), everyone)
@@ -189,6 +199,8 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
         def collect(name: str = name, role: Role = role, result: list[Any] = gradients) -> None:
             composition.steps[name].append([])
             result.append(read_gradients(role))
+            if role.engine.average is not None:  # it is moved by the weights that each step leaves
+                iterates.append(read_weights(role))
 
         role.engine.on_gradients.append(collect)
         if name == "update_critic":
@@ -197,6 +209,10 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
             plan = schedule.update_plan(ITERATION, advantages.entropy_threshold)
             metrics.merge(worker.update_actor(plan).metrics)
         result[f"{name} weights"] = read_weights(role)
+        if role.engine.average is not None:
+            result["iterates"] = [*iterates, result[f"{name} weights"]]
+            with role.averaged():
+                result["average"] = read_weights(role)
     columns, _ = plane.get("metrics", names, indexes=everyone)
     if dist.get_rank() == 0:
         metrics.merge(on_driver)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ Keys = dict[str, Any]
 MAX_TOKENS, _CONTEXT = 24, 64
 #: added to the seed of a run that is too close to a tie, for another run of the same layout
 SEED_OF_ATTEMPT = 1_000_000
+#: seed from which on runs have roles, averages and keys that change nothing
+_FIRST_WITH_MORE = 100
 #: index of the iteration, so that tokens of older weights exist
 ITERATION = 4
 _ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
@@ -70,6 +72,7 @@ class Row:
         reward: None where scoring failed.
         parts: score of each reward function; None without an opinion.
         routing: experts of each token of each sequence, [layer][expert], where the engine reports them.
+        turns: role of each sequence and the reward of its turn, in an episode of several roles.
     """
 
     sequences: list[RowSequence]
@@ -80,6 +83,7 @@ class Row:
     reward: float | None
     parts: dict[str, float | None]
     routing: list[list[list[list[int]]]] | None = None
+    turns: tuple[tuple[str, float], ...] = ()
 
     @property
     def response(self) -> list[int]:
@@ -229,7 +233,12 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
     if random.Random(f"passes of {seed}").random() < 0.3:  # what a run without them has
         del rl["use_remove_padding"], rl["use_prefix_grouper"]
     bound, rl_mode = _choose_mode(r)
-    rl |= rl_mode
+    # the few runs of the default suite stay as they were
+    draws_more = seed % SEED_OF_ATTEMPT >= _FIRST_WITH_MORE
+    has_roles = draws_more and not bound and _fits_roles(rl, stage) and random.Random(f"roles of {seed}").random() < 0.4
+    rl |= rl_mode | (_ROLES if has_roles else {})
+    if draws_more and rl.get("use_integrated_worker", True) and random.Random(f"average of {seed}").random() < 0.4:
+        rl["ema_decay"], training["eval_data_path"] = 0.75, "prompts.jsonl"
     if "off_policy_token_limit" in rl and not bound:
         del rl["off_policy_token_limit"]
     generate = {
@@ -240,6 +249,8 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
         "dtype": "float32",
         "sampling_config": {"max_tokens": MAX_TOKENS, "temperature": r.choice([0.7, 1.0, 1.3]), "top_k": r.choice([-1, 20])},
     }
+    if draws_more:
+        generate |= _choose_silent(random.Random(f"silent keys of {seed}"), generate["sampling_config"])
     keys: dict[str, Any] = {
         "megatron_training": training,
         "actor_config": dict(optimizer),
@@ -251,8 +262,38 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
         keys["critic_config"] = optimizer | {"lr": 0.2, "engine": engines["critic"]}
     routed = has_experts and rl.get("router_replay", {}).get("mode") == "R3"
     rows = _generate_rows(r, num_prompts, group_size, bound, routed)
+    if has_roles:
+        rows = _give_roles(random.Random(f"turns of {seed}"), rows)
     greedy = [None if r.random() < 0.1 else r.randrange(-4, 5) / 4 for _ in range(num_prompts)]
     return RandomRun(seed, size, model, {"platform": "cpu"} | keys, rows, greedy, group_size)
+
+
+#: an episode of two roles; the rewards of turns are halved in the total
+_ROLES = {
+    **{"multi_turn_enable": True, "agent_loop": "roles", "environment": "games:Duel", "max_total_response_length": 32},
+    "trajectory_reward_weight": 0.5,
+}
+
+
+def _fits_roles(rl: Keys, stage: str) -> bool:
+    """Whether the rules let the rows of a run be episodes of several roles."""
+    if stage == "ray_ppo" or rl["adv_estimator"] in ("remax", "gdpo") or rl["init_kl_coef"] and rl["use_kl_in_reward"]:
+        return False
+    return rl.get("use_remove_padding", True) or not rl["use_dynamic_bsz"]
+
+
+def _give_roles(r: random.Random, rows: list[Row]) -> list[Row]:
+    """The rows as episodes: each sequence is a role's, and its turn has a reward."""
+    return [
+        replace(row, turns=tuple((role, r.choice([-1.0, 0.0, 0.5])) for role, _ in zip(("left", "right"), row.sequences)))
+        for row in rows
+    ]
+
+
+def _choose_silent(r: random.Random, sampling: Keys) -> Keys:
+    """Keys of the rollout engine that no number of training depends on."""
+    keys: Keys = {"sampling_config": sampling | r.choice([{}, {"stop_token_ids": [5, 9]}])}
+    return keys | r.choice([{}, {"sleep_mode_extra_cleanup": True, "infer_moe_token_dispatcher_type": "allgather"}])
 
 
 def _choose_memory(r: random.Random) -> Keys:

@@ -38,32 +38,35 @@ SPECS = {
 }
 
 
-def run_tree(folder: str) -> dict[str, Any]:
+def run_tree(
+    folder: str, platform: str = "cpu", lora_r: int = 8, serve: dict[str, Any] | None = None, **generate: Any
+) -> dict[str, Any]:
+    """A run file of a service; `serve` and `generate` are further keys of their groups. Only the CPU has exact log-probs."""
     return {
-        "platform": "cpu",
+        "platform": platform,
         "megatron_training": {"bf16": False, "tokenizer_name_or_path": folder, "reset_attention_mask": True},
         "actor_config": {
             "finetune": True,
             "load": folder,
             "lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
-            "lora_r": 8,
+            "lora_r": lora_r,
             "lora_alpha": 32,
         },
-        "rl_config": {"actor_resource": {"num_npus": 1}, "use_remove_padding": True, "exact_log_probs": True},
+        "rl_config": {"actor_resource": {"num_npus": 1}, "use_remove_padding": True, "exact_log_probs": platform == "cpu"},
         "generate_config": {
             "infer_tensor_parallel_size": 1,
             "max_num_seqs": 16,
             "max_model_len": 64,
             "max_num_batched_tokens": 256,
             "dtype": "float32",
-            "kv_cache_memory_gib": 0.1,
+            **(generate or {"kv_cache_memory_gib": 0.1}),
         },
-        "serve_config": {"model_name": "tiny", "num_models": 4},
+        "serve_config": {"model_name": "tiny", "num_models": 4, **(serve or {})},
     }
 
 
-def run_config(folder: str) -> RunConfig:
-    return build_run_config(run_tree(folder))
+def run_config(folder: str, *args: Any, **keys: Any) -> RunConfig:
+    return build_run_config(run_tree(folder, *args, **keys))
 
 
 def draw(seed: int, length: int, **inputs: Any) -> Datum:
@@ -202,7 +205,7 @@ async def check_numbers(backend: LocalBackend, folder: Path, work: Path) -> dict
 
     expected = reference_gradients(folder, adapter, [*first, *second], ce_loss)
     ours = await asyncio.wrap_future(
-        backend.submit(lambda tenants: {k: v.grad.clone().numpy() for k, v in matrices_of(tenants, "numbers").items()})
+        backend.submit(lambda tenants: {k: v.grad.cpu().clone().numpy() for k, v in matrices_of(tenants, "numbers").items()})
     )
     outputs = [output["logprobs"] for result in seen for output in result.outputs]
     log_probs = [values if values.ndim == 2 else values[:, None] for values in outputs]
@@ -260,7 +263,7 @@ async def check_state(backend: LocalBackend, work: Path) -> dict[str, Any]:
         lambda: backend.load_state("other", work / "weights", with_optimizer=True),
         lambda: backend.load_state("other", work / "nothing", with_optimizer=False),
         lambda: backend.create_model("saved", AdapterSpec(3)),
-        lambda: backend.create_model("large", AdapterSpec(9)),
+        lambda: backend.create_model("large", AdapterSpec(backend.capabilities().max_rank + 1)),
         lambda: backend.optim_step("nobody", ADAM),
         lambda: backend.sample("nobody", SampleCall([5])),
         lambda: backend.forward_backward(
@@ -323,6 +326,7 @@ async def check_sampling(backend: LocalBackend) -> dict[str, Any]:
         "stopped": [stopped.samples[0].tokens == tokens[: tokens.index(tokens[4]) + 1], stopped.samples[0].stop_reason],
         "by_text": [by_text.samples[0].tokens == tokens[: tokens.index(tokens[2]) + 1], by_text.samples[0].stop_reason],
         "first_of_two": two.samples[0] == free.samples[0] and two.samples[1] != free.samples[0],
+        "first_tokens_of_two": two.samples[0].tokens == free.samples[0].tokens != two.samples[1].tokens,
         "greedy": all(top[0][0] == token for top, token in zip(greedy.samples[0].top_log_probs, greedy.samples[0].tokens)),
         "untempered": abs(cold.samples[0].log_probs[0] - greedy.samples[0].log_probs[0]),
         "prompt": [

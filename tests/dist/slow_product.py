@@ -6,6 +6,8 @@ computed (log-probs of every role, advantages, gradients, metrics, the weights a
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import product_rewards
 import tiny_prediction
 import torch
 import transformers
-from product_runs import ProductRun
+from product_runs import STOP_TEXTS, STOP_TOKENS, ProductRun
 from random_run_jobs import merge_compositions
 from random_runs import RandomRun, Row, RowSequence
 from safetensors.torch import load_file
@@ -192,7 +195,7 @@ class SlowIteration(SlowRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if "agents" in self.product.names:  # the environment's points are a part of the reward
+        if self.product.names & {"agents", "roles"}:  # the environment's points are a part of the reward
             names, weights = self.rl["verifier_function"], self.rl["verifier_weight"]
             self.rl = self.rl | {"verifier_function": [*names, "trajectory"], "verifier_weight": [*weights, 1.0]}
         self.rollout = [torch.from_numpy(values.copy()).double() for values in self.recorded["rollout_log_probs"]]
@@ -370,6 +373,7 @@ class Comparison:
         self._models: dict[str, SlowModel] = {}
         self._optimizers: dict[str, Any] = {}
         self._trained = False
+        self._average: dict[str, np.ndarray] = {}
         self.notes: list[str] = []
 
     def check(self, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -385,17 +389,25 @@ class Comparison:
         for place, record in enumerate(records):
             if "columns" not in record:
                 before = record["after"]
+                self._check_average(record, before)
                 continue
             number += 1
             assert before is not None
-            self._check_copies([report["records"][place]["copies"] for report in reports], number)
+            for kind in ("copies", "average copies"):
+                self._check_copies([report["records"][place].get(kind, []) for report in reports], number)
             composition = merge_compositions([report["records"][place]["composition"] for report in reports])
             baselines = greedy.pop(0) if greedy else None
             try:
                 self._check_iteration(record, before, metrics[number], composition, baselines)
+                self._check_average(record, before)
             except AssertionError as error:
                 raise AssertionError(f"iteration {number}: {error}") from error
             before = record["after"]
+        for number, record in enumerate(records, start=reports[0]["start"]):
+            try:
+                self._check_evaluations(record, {} if number == reports[0]["start"] else metrics[number])
+            except AssertionError as error:
+                raise AssertionError(f"after iteration {number}: {error}") from error
 
     def check_that_it_shows(self) -> None:
         """Check that something of the run was compared.
@@ -424,6 +436,8 @@ class Comparison:
         run, columns = self._run, record["columns"]
         run.check_prompts(columns, int(metrics["iteration"]))
         rows = [_read_row(columns, index, run.version(metrics)) for index in range(len(columns["prompt_ids"]))]
+        if "roles" in run.names:
+            rows = [dataclasses.replace(row, turns=tuple(run.score_roles(row).items())) for row in rows]
         size = run.group_size
         scores = [math.nan] * len(rows) if baselines is None else baselines
         greedy = [None if math.isnan(value) else value for value in scores[::size]]
@@ -475,12 +489,22 @@ class Comparison:
 
     def _check_rows(self, slow: SlowIteration, columns: Mapping[str, Any]) -> None:
         """Rewards follow from the tokens, log-probs of the engine from its weights."""
-        limit = 0.15 if self._run.keys["generate_config"].get("quantization") else 0.3 if self._is_rough else 5e-4
         for index, row in enumerate(slow.rows):
             mask = np.array(row.sampled) & (np.array(row.ages) == 0)
             difference = np.abs(columns["rollout_log_probs"][index] - slow.log_probs[index].numpy())[mask]
-            assert difference.max(initial=0.0) < limit, f"rollout_log_probs of row {index} differ by {difference.max()}"
+            assert difference.max(initial=0.0) < self._limit, f"rollout_log_probs of row {index} differ by {difference.max()}"
             self._run.check_reward(row, columns["rewards"][index], columns, index)
+            self._check_end(row)
+
+    def _check_end(self, row: Row) -> None:
+        """A text or a token that ends a response is nowhere but at the end of a turn."""
+        for sequence in row.sequences:
+            for tokens, _ in (stretch for stretch in sequence.stretches if stretch[1]):
+                if "stop_tokens" in self._run.names:
+                    assert not set(tokens[:-1]) & set(STOP_TOKENS), f"a turn goes on after a stop token: {tokens}"
+                if "stop_texts" in self._run.names:
+                    text = "".join(map(chr, tokens[:-1]))
+                    assert not any(stop in text for stop in STOP_TEXTS), f"a turn goes on after a stop text: {text!r}"
 
     def _check_reference(self, before: Mapping[str, Any], after: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """The reference follows the actor as far as it is told to, or stays."""
@@ -494,6 +518,92 @@ class Comparison:
             if alpha:
                 expected = expected + alpha * after["actor"][name]
             np.testing.assert_allclose(value, expected, atol=1e-6, err_msg=f"{name} of the reference")
+
+    def _check_average(self, record: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+        """The moving average is d a + (1 - d) w over the weights of all steps; what does not train is as in the model."""
+        if "average" not in record["after"]:
+            return
+        after = record["after"]
+        is_lora, decay = bool(after["adapters"]["actor"]), self._run.keys["rl_config"]["ema_decay"]
+        last = after["adapters"]["actor"] if is_lora else after["actor"]
+        if not self._average:  # it starts from the weights that the run starts from
+            self._average = {name: value.astype(np.float64) for name, value in last.items()}
+        iterates = [*record.get("iterates", []), last]
+        for old, new in itertools.pairwise(iterates):
+            if all(np.array_equal(old[name], new[name]) for name in new):  # a step that was left out
+                continue
+            self._average = {name: decay * value + (1 - decay) * new[name] for name, value in self._average.items()}
+        rounding = {"rtol": 2**-7, "atol": 1e-3} if self._is_rough else {"rtol": 1e-5, "atol": 2e-6}
+        for name, value in after["moved average"].items():
+            expected = last[name] if name.endswith("e_score_correction_bias") else self._average[name]
+            np.testing.assert_allclose(value, expected, **rounding, err_msg=f"average of {name}")
+
+    def _check_evaluations(self, record: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Responses outside of the rollout have log-probs of the weights of that moment, and figures of their tokens."""
+        made = record.get("evaluated", [])
+        for each in made:
+            weights = record["after"]["average" if each.is_average else "actor"]
+            for trajectory in each.trajectories:
+                self._check_trajectory(trajectory, each.sampling, weights)
+        for prefix, count, is_average in (("eval", 3, False), ("eval_ema", 3, True)):
+            sets = [each for each in made if each.sampling.num_samples == 2 and each.is_average == is_average]
+            assert len(sets) in (0, 2), f"{len(sets)} sets are evaluated"
+            for name, each in zip((prefix, f"{prefix}/other"), sets):
+                assert len(each.items) == count and each.sampling.temperature == 0.8
+                self._check_figures(name, each.trajectories, metrics)
+        for each in (each for each in made if each.sampling.temperature is None):
+            rows = [_make_row(trajectory) for trajectory in each.trajectories]
+            low = sum(product_rewards.low(row.response) for row in rows) / len(rows)
+            earned = sum(map(self._run.score, rows)) / len(rows) / 1.5
+            if metrics:
+                assert math.isclose(metrics["audit/audited"], low, abs_tol=1e-6), (metrics["audit/audited"], low)
+                assert math.isclose(metrics["audit/earned"], earned, abs_tol=1e-6), (metrics["audit/earned"], earned)
+
+    def _check_figures(self, name: str, trajectories: Sequence[Any], metrics: Mapping[str, float]) -> None:
+        rows = [_make_row(trajectory) for trajectory in trajectories]
+        right = [product_rewards.even(row.response) >= 1.0 for row in rows]
+        passed = [any(pair) for pair in zip(right[::2], right[1::2])]
+        expected = {
+            "reward": sum(map(self._run.score, rows)) / len(rows),
+            "accuracy": sum(right) / len(rows),
+            "pass@2": sum(passed) / len(passed),
+            "response_length": sum(len(row.response) for row in rows) / len(rows),
+        }
+        for key, value in expected.items() if metrics else ():
+            assert math.isclose(metrics[f"{name}/{key}"], value, rel_tol=1e-6, abs_tol=1e-6), (name, key, metrics, value)
+
+    def _check_trajectory(self, trajectory: Any, sampling: Any, weights: Mapping[str, np.ndarray]) -> None:
+        """Log-probs of a response are those of the weights; a greedy one has the most likely tokens."""
+        if (model := self._models.get("actor")) is None:
+            return
+        plain, margins = self._run.keys["generate_config"]["sampling_config"]["temperature"], Margins()
+        temperature = plain if sampling.temperature is None else sampling.temperature or 1.0
+        model.load(weights)
+        was, model._temperature, model.margins = model._temperature, temperature, margins
+        try:
+            for sequence in trajectory.sequences:
+                prompt = list(sequence.prompt_ids)
+                ids = [*prompt, *(token for segment in sequence.segments for token in segment.token_ids)]
+                if len(ids) == len(prompt):
+                    continue
+                with torch.no_grad():
+                    log_probs, _ = model.read(ids, len(prompt))
+                if margins.smallest < TIE:
+                    continue
+                mask = np.array([segment.sampled for segment in sequence.segments for _ in segment.token_ids])
+                recorded = np.array([value for segment in sequence.segments for value in segment.log_probs])
+                distance = np.abs(recorded - log_probs.numpy())[mask].max(initial=0.0)
+                assert distance < self._limit, f"log-probs of an evaluation differ by {distance}"
+                if sampling.temperature == 0.0 and not self._run.names & {"form", "quantized"} and not self._is_rough:
+                    below = (model.full.max(-1).values - log_probs).numpy()[mask].max(initial=0.0)
+                    assert below < 1e-3, "a greedy response has another token than the most likely one"
+        finally:
+            model._temperature = was
+
+    @property
+    def _limit(self) -> float:
+        """By how much log-probs of the rollout engine may differ."""
+        return 0.15 if self._run.keys["generate_config"].get("quantization") else 0.3 if self._is_rough else 5e-4
 
     def _check_steps(self, name: str, result: Any, expected: list[Step]) -> None:
         for number, (gradients, step) in enumerate(zip(result, expected, strict=True)):
@@ -525,6 +635,18 @@ class Comparison:
 
 def _list_biases(names: Any) -> set[str]:
     return {name for name in names if name.endswith("e_score_correction_bias")}
+
+
+def _make_row(trajectory: Any) -> Row:
+    """The tokens of a trajectory, for its scores."""
+    sequences = [
+        RowSequence(
+            list(sequence.prompt_ids), [(list(segment.token_ids), bool(segment.sampled)) for segment in sequence.segments]
+        )
+        for sequence in trajectory.sequences
+    ]
+    zeros = [0.0] * sum(len(sequence.response) for sequence in sequences)
+    return Row(sequences, False, [0] * len(zeros), zeros, zeros, None, {})
 
 
 def _read_row(columns: Mapping[str, Any], index: int, version: int) -> Row:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -271,7 +271,8 @@ class SlowRun:
             for penalty, mask in zip(kl, self.sampled):
                 self._add("reward/kl", penalty[mask])
         kl = [self.rl["init_kl_coef"] * penalty if self.in_reward else penalty for penalty in kl]
-        self.advantages, self.returns = self._advantages(kl, greedy)
+        compute = self._role_advantages if any(row.turns for row in rows) else self._advantages
+        self.advantages, self.returns = compute(kl, greedy)
         self.train = []
         for row, mask in zip(rows, self.sampled):
             limit = rl.get("off_policy_token_limit")
@@ -342,6 +343,34 @@ class SlowRun:
         if name != "remax" and rl["advantage_whiten"]:
             results = self._whiten(results)
         return self._masked(results), self._masked(returns)
+
+    def _role_advantages(self, kl: list[Tensor], greedy: list[float | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of each role, by the total less the rewards of the others, against its own appearances in the group."""
+        run, sampled, scored = self.run, self.sampled, self.scored
+        weight = self.rl.get("trajectory_reward_weight", 1.0)
+        totals = [[torch.zeros(len(row.response), dtype=torch.float64) for row in run.rows] for _ in range(2)]
+        try:
+            for role in sorted({role for row in run.rows for role, _ in row.turns}):
+                others = [weight * sum(reward for other, reward in row.turns if other != role) for row in run.rows]
+                rows = [
+                    replace(row, reward=None if row.reward is None else row.reward - other)
+                    for row, other in zip(run.rows, others)
+                ]
+                owners = [
+                    [turn[0] == role for turn, sequence in zip(row.turns, row.sequences) for _ in sequence.response]
+                    for row in run.rows
+                ]
+                self.run = replace(run, rows=rows)
+                self.scored = [has_score and any(mine) for has_score, mine in zip(scored, owners)]
+                self.sampled = [
+                    mask & is_scored & torch.tensor(mine) for mask, is_scored, mine in zip(sampled, self.scored, owners)
+                ]
+                for total, values in zip(totals, self._advantages(kl, greedy)):
+                    for index, value in enumerate(values):
+                        total[index] += value * self.sampled[index]
+        finally:
+            self.run, self.sampled, self.scored = run, sampled, scored
+        return totals[0], totals[1]
 
     def _components(self, index: int, group: list[int]) -> float:
         total = 0.0

@@ -18,9 +18,10 @@ from tokenizers import Tokenizer, models
 PROGRAM = Path(__file__).with_name("lora_rl_program.py")
 
 
-def save_model(folder: Path) -> None:
-    """A tiny Qwen2 with a tokenizer of one token a character."""
+def save_model(folder: Path, hidden_size: int = 64) -> None:
+    """A tiny Qwen2 with a tokenizer of one token a character; it has at least as many tokens as hidden elements."""
     words = ["<pad>", "<eos>", "<unk>", *(chr(code) for code in range(32, 127))]
+    words += [f"<{index}>" for index in range(len(words), hidden_size)]
     tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[], unk_token="<unk>"))
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
@@ -28,7 +29,7 @@ def save_model(folder: Path) -> None:
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         vocab_size=len(words),
-        hidden_size=64,
+        hidden_size=hidden_size,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,

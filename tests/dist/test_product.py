@@ -2,8 +2,8 @@
 
 `.venv/bin/python tests/product_matrix.py` prints the matrix. `--all` makes the runs of `product_compared.json`, which have
 equalled their reference before. `PRODUCT_ALL=1` makes runs for all pairs, `PRODUCT_NEW=1` for those that no run of the file
-has; `PRODUCT_RUN=N,M` makes these of them, `PRODUCT_SEED=N` draws other losses and other sets of ingredients, and
-`PRODUCT_RECORD=1` adds what is equal to the file, with the day.
+has; `PRODUCT_RUN=N,M` makes these of them, `PRODUCT_NAMES=lora+partial,remax` runs of these ingredients, `PRODUCT_SEED=N`
+draws other losses and other sets of ingredients, and `PRODUCT_RECORD=1` adds what is equal to the file, with the day.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import product_jobs as jobs
 import pytest
 from product_runs import (
     BY_NAME,
+    SILENT,
     Compared,
     ProductRun,
     Rules,
@@ -101,25 +102,45 @@ def compare_run(run: ProductRun, ranks: Callable[[int], Ranks], folders: Folders
         later = train("second")
         assert later[0]["start"] == 1
         comparison.check(later)
+        reports = [reports[0] | {"records": reports[0]["records"] + later[0]["records"]}, *reports[1:]]
     else:
         reports = train("run")
         comparison.check(reports)
     comparison.check_that_it_shows()
+    if silent := run.names & SILENT:
+        plain = build_without(run, silent, folders, folder / "silent")
+        others = group.run(jobs.run, path=plain.path, folder=str(folder / "silent"), timeout_s=240)
+        _check_equal(reports, others, f"{' and '.join(sorted(silent))} change the run")
     if "drafts" in run.names:
-        plain = build_without(run, "drafts", folders, folder / "without")
+        plain = build_without(run, frozenset(("drafts",)), folders, folder / "without")
         others = group.run(jobs.run, path=plain.path, folder=str(folder / "without"), timeout_s=240)
         for ours, theirs in zip(_first(reports), _first(others), strict=True):
             assert np.array_equal(ours, theirs), "drafts change the responses"
     return comparison.notes
 
 
-def build_without(run: ProductRun, name: str, folders: Folders, folder: Path) -> ProductRun:
-    """The same run, and the same loss, without an ingredient."""
-    other = dataclasses.replace(run, names=run.names - {name}, keys={}, written={}, path="")
+def build_without(run: ProductRun, names: frozenset[str], folders: Folders, folder: Path) -> ProductRun:
+    """The same run, and the same loss, without some ingredients."""
+    other = dataclasses.replace(run, names=run.names - names, keys={}, written={}, path="")
     other.build(folders, folder)
     other.resolve()
     other.write(folder)
     return other
+
+
+def _check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], text: str) -> None:
+    """Responses and weights of all iterations have the same bits; drafts of a rollout are counted alike."""
+    pairs = [[record for record in reports[0]["records"] if "columns" in record] for reports in (ours, theirs)]
+    for number, (one, other) in enumerate(zip(*pairs, strict=True), start=1):
+        for name in ("responses", "rollout_log_probs", "rewards"):
+            for first, second in zip(one["columns"][name], other["columns"][name], strict=True):
+                assert np.array_equal(first, second, equal_nan=True), f"{text}: {name} of iteration {number}"
+        counted = {line["iteration"]: line for line in theirs[0]["metrics"]}
+        for line in ours[0]["metrics"]:
+            for name in ("rollout/tokens_per_step", "rollout/draft_acceptance"):
+                assert line.get(name) == counted[line["iteration"]].get(name), f"{text}: {name} of {line['iteration']}"
+        for name, value in one["after"]["actor"].items():
+            assert np.array_equal(value, other["after"]["actor"][name]), f"{text}: {name} after iteration {number}"
 
 
 def _first(reports: list[dict[str, Any]]) -> list[Any]:
@@ -147,20 +168,26 @@ def test_a_run_that_has_equalled_its_reference_does(
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not {"PRODUCT_ALL", "PRODUCT_NEW", "PRODUCT_RUN"} & set(os.environ),
+    not {"PRODUCT_ALL", "PRODUCT_NEW", "PRODUCT_RUN", "PRODUCT_NAMES"} & set(os.environ),
     reason="a search for new faults: PRODUCT_ALL=1 makes a run for every pair, PRODUCT_NEW=1 for pairs that have none, "
-    "PRODUCT_RUN=N,M some of these; PRODUCT_RECORD=1 adds those that are equal to the runs of --all",
+    "PRODUCT_RUN=N,M some of these, PRODUCT_NAMES=A+B,C+D others; PRODUCT_RECORD=1 adds those that are equal to the runs of "
+    "--all",
 )
 def test_every_pair_of_ingredients_is_in_a_run_that_equals_its_reference(
     ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path
 ) -> None:
     rules = Rules(folders, tmp_path / "rules")
-    allowed, _ = list_pairs(rules)
-    runs = cover(rules, allowed, seed=_SEED, compared=read_comparisons() if "PRODUCT_NEW" in os.environ else ())
+    if names := os.environ.get("PRODUCT_NAMES"):
+        # one that the rules refuse is an empty set, and not made
+        runs = [rules.refusal_of_all(chosen.split("+"))[1] for chosen in names.split(",")]
+    else:
+        allowed, _ = list_pairs(rules)
+        runs = cover(rules, allowed, seed=_SEED, compared=read_comparisons() if "PRODUCT_NEW" in os.environ else ())
     chosen = list(map(int, filter(None, os.environ.get("PRODUCT_RUN", "").split(",")))) or range(len(runs))
     failed = []
     for number in chosen:
         try:
+            assert runs[number], "the rules refuse this run"
             notes = compare(runs[number], _SEED + number, ranks, folders, tmp_path / str(number))
             print(f"run {number}: {', '.join(sorted(runs[number]))}: {'; '.join(notes) or 'equal'}")
             if "PRODUCT_RECORD" in os.environ:

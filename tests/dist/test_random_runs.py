@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,16 @@ def _check_weights(name: str, result: dict[str, Any], model: Any, folder: str) -
         assert np.linalg.norm(value - expected[key]) <= _TOLERANCE * moved + 1e-5, (name, key)
 
 
+def _check_average(result: dict[str, Any], iterates: list[dict[str, Any]], decay: float) -> None:
+    """The moving average is d a + (1 - d) w over the weights that each step left, from those of the start on."""
+    expected = {name: value.astype(np.float64) for name, value in iterates[0].items()}
+    for before, after in itertools.pairwise(iterates):
+        if any(not np.array_equal(before[name], after[name]) for name in after):  # else the step was left out
+            expected = {name: decay * value + (1 - decay) * after[name] for name, value in expected.items()}
+    for name, value in result.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=2e-6, err_msg=f"average of {name}")
+
+
 def _check(run: RandomRun, ranks: Callable[[int], Ranks], folders: dict[str, str]) -> str:
     """Compares a run with the reference; the reason why it shows nothing, if it does not."""
     slow = SlowRun(run, folders)
@@ -115,6 +126,8 @@ def _check(run: RandomRun, ranks: Callable[[int], Ranks], folders: dict[str, str
     if trains:
         _check_steps("actor", report["update_actor"], actor_steps)
         _check_weights("actor", report["update_actor weights"], slow.actor, folders["actor"])
+    if "iterates" in report:
+        _check_average(report["average"], report["iterates"], run.rl["ema_decay"])
     for name, value in slow.metrics().items():
         assert metrics[name] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, metrics[name], value)
     return ""

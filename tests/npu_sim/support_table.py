@@ -88,6 +88,8 @@ ROWS = (
      ("test_rollout.test_each_device", "test_rollout.test_an_a3", "test_rollout.test_keys")),
     ("vllm-ascend 0.23 by itself: the experts that it reports for each token equal transformers'",
      "单独运行 vllm-ascend 0.23：所报告的每个 token 的专家与 transformers 一致", ("test_rollout.test_the_experts",)),
+    ("vllm-ascend 0.23 by itself: graphs of whole decoding steps, captured once, read the weights of every sync",
+     "单独运行 vllm-ascend 0.23：整个解码步的计算图只捕获一次，每次权重同步后读到新权重", ("test_rollout.test_graphs",)),
     ("vllm-ascend 0.23 by itself: a decoding step has at most 90 kernels, as many at any batch size",
      "单独运行 vllm-ascend 0.23：一步解码至多 90 个 kernel，与 batch 大小无关", ("test_rollout.test_a_decoding",)),
     ("vllm-ascend 0.23 by itself: latent attention (DeepSeek-V3), TP2",
@@ -101,6 +103,15 @@ ROWS = (
     ("GRPO as a command with a prediction layer that trains (DeepSeek-V3), resume; the same layer makes drafts",
      "以命令运行 GRPO 并训练 MTP 层（DeepSeek-V3），续训；该层亦用于生成草稿",
      ("test_training.test_prediction", "test_training.test_drafts_of")),
+    ("An average of the weights, audit, evaluation sets and recorded log-probs in one GRPO run, resume; a game of two roles",
+     "一次 GRPO 中同时使用权重滑动平均、审计、多个评测集与记录的对数概率，可续训；两个角色的游戏",
+     ("test_newer_features.test_the_exported", "test_newer_features.test_it", "test_newer_features.test_responses",
+      "test_newer_features.test_a_model")),
+    ("Rollout by transformers' module, fp32: tokens of the CPU; a run trains",
+     "用 transformers 的模块做 rollout，fp32：token 与 CPU 相同，可用于训练",
+     ("test_newer_features.test_the_module", "test_newer_features.test_a_rollout")),
+    ("Training as a service: losses, gradients and samples of transformers and peft, fp32",
+     "训练服务：损失、梯度与采样同 transformers 和 peft，fp32", ("test_newer_features.test_a_service",)),
     ("Cost of a step, counted: no pass waits, forward asks for no more than plain Megatron",
      "一步的开销计数：前向反向中主机不等待，前向不超过原版 Megatron", ("test_cost.",)),
     ("`tools/npu_smoke.sh`: device, HCCL, training steps, experts", "`tools/npu_smoke.sh`：设备、HCCL、训练步、专家",
@@ -112,8 +123,10 @@ HARDWARE = (
     ("Kernel numerics and speed", "算子精度与性能"),
     ("HCCL over real links, several nodes", "真实链路与多机 HCCL"),
     ("vllm-ascend's compiled operators, Triton kernels", "vllm-ascend 的编译算子、Triton 算子"),
-    ("vllm-ascend's graph mode, dynamic EPLB, swap_attention, reuse_fp32_param",
-     "vllm-ascend 的图模式、动态 EPLB、swap_attention、reuse_fp32_param"),
+    (
+        "vllm-ascend's graphs of parts of a step, dynamic EPLB, swap_attention, reuse_fp32_param",
+        "vllm-ascend 的局部图、动态 EPLB、swap_attention、reuse_fp32_param",
+    ),
 )
 
 

@@ -30,6 +30,7 @@ from mindspeed_rl import adaptors
 from mindspeed_rl.config import GenerateConfig, MegatronConfig, RLConfig, SamplingConfig, build_run_config
 from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES
 from mindspeed_rl.config.keys.schema import Key, Range, list_keys
+from mindspeed_rl.config.keys.serve import ServeConfig
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import unavailable, validate
 
@@ -41,6 +42,7 @@ GROUPS: dict[str, type] = {
     "rl_config": RLConfig,
     "generate_config": GenerateConfig,
     "sampling_config": SamplingConfig,
+    "serve_config": ServeConfig,
 }
 #: parts of the package that build and run what is on the device, besides the adaptors of an NPU
 DEVICE_PARTS = (
@@ -51,15 +53,26 @@ DEVICE_PARTS = (
     "models/builder.py",
     "models/layout.py",
     "rollout/arguments.py",
+    "rollout/module_engine.py",
     "rollout/vllm_engine.py",
     "runtime/cluster.py",
+    "service/sampling.py",
+    "service/tenants.py",
+    "trainers/evaluation.py",
+    "trainers/old_policy.py",
+    "trainers/reward_audit.py",
     "workers/device_worker.py",
     "workers/model_worker.py",
+    "workers/roles.py",
     "workers/rollout_replica.py",
     "workers/trainer_worker.py",
+    "workers/update_plan.py",
 )
 #: names that hold a group of a run file in these modules
-_HOLDERS = frozenset("config cfg rl generate actor keys role actor_config rl_config generate_config sampling_config".split())
+_HOLDERS = frozenset(
+    "config cfg rl generate sampling actor keys role serve "
+    "actor_config rl_config generate_config sampling_config serve_config".split()
+)
 _SIZES = (Range.PROCESSES, Range.DEVICES)
 #: any value that is not the default
 SET = "set"
@@ -73,6 +86,9 @@ ON_HOST = {
     "use_dp_batch_balance": "which rank has which row",
     "distillation": "terms of the loss and who computes its columns",
     "stop": "decoded text on the host",
+    "load_checkpoint_loosely": "which tensors a checkpoint may lack",
+    "process_reward_aggregation": "how the scores of a response's steps become one",
+    "model_name": "a name for clients",
 }
 
 
@@ -170,6 +186,9 @@ def spell(value: object) -> str:
 def list_switches() -> tuple[Switch, ...]:
     """Return all switches, in the order of the groups and of their keys."""
     read = {name for path in list_device_modules() for name in _read_names(path)}
+    # a key of which others depend decides for these modules, wherever it is read
+    keys = {name: key for owner in GROUPS.values() for name, key in list_keys(owner).items()}
+    read |= {key.needs[0] for name, key in keys.items() if name in read and key.needs and key.needs[0] in keys}
     results = []
     for group, owner in GROUPS.items():
         for name, key in list_keys(owner).items():
@@ -193,6 +212,14 @@ def _constant(node: ast.AST) -> object:
 _OVERRIDE = re.compile(r"\+{0,2}(?:[a-z_]+\.)*([a-z_0-9]+)=(.*)", re.DOTALL)
 
 
+def _read_value(text: str) -> object:
+    """Return the value of an override; `SET` for the start of one that a test completes."""
+    try:
+        return yaml.safe_load(text or "null")
+    except yaml.YAMLError:
+        return SET
+
+
 def _written_pairs(node: ast.AST) -> Iterator[tuple[str, object]]:
     """Yield (key, value) for what a piece of a test sets."""
     for item in ast.walk(node):
@@ -205,7 +232,7 @@ def _written_pairs(node: ast.AST) -> Iterator[tuple[str, object]]:
         elif isinstance(item, ast.Constant) and isinstance(item.value, str):
             match = _OVERRIDE.fullmatch(item.value.strip())
             if match:
-                yield match[1], yaml.safe_load(match[2] or "null")
+                yield match[1], _read_value(match[2])
         elif isinstance(item, ast.JoinedStr) and item.values and isinstance(item.values[0], ast.Constant):
             match = _OVERRIDE.fullmatch(str(item.values[0].value))
             if match:
@@ -295,7 +322,7 @@ Tree = dict[str, Any]
 _BASE: Tree = {
     "platform": "npu",
     "megatron_training": {"stage": "ray_grpo", "global_batch_size": 32, "micro_batch_size": 1, "train_iters": 10, "lr": 1e-6},
-    "actor_config": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "actor_config": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "save": "checkpoints"},
     "rl_config": {
         "actor_resource": {"num_npus": 16},
         "n_samples_per_prompt": 8,

@@ -198,6 +198,22 @@ def test_keys_that_change_no_token(name: str, alone: dict[str, Any]) -> None:
     assert report["equal"] == [True, True] and report["other_weights_differ"]
 
 
+#: graphs of whole decoding steps, for as many requests; a step of three is padded to four
+GRAPHS = {
+    "enforce_eager": False,
+    "cudagraph_capture_sizes": [1, 2, 4, 8],
+    "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+
+
+@pytest.mark.slow
+def test_graphs_that_were_captured_once_read_the_weights_of_every_push(alone: dict[str, Any]) -> None:
+    (report,) = run_ranks("rollout", 1, {"dtype": "float32", "generate": GRAPHS})
+    assert report["tokens"] == alone["tokens"] and report["worst"] < 1e-4 and all(report["same_greedy"])
+    assert report["equal"] == [True, True] and report["other_weights_differ"]
+    assert report["graphs"] == len(GRAPHS["cudagraph_capture_sizes"])  # after the second sleep as after the start
+
+
 #: (name of a device, its number, its kind)
 DEVICES = [("Ascend910B3", 223, "A2"), ("Ascend910_9391", 250, "A3"), ("Ascend950DT_9582", 260, "A5")]
 #: (devices that share experts, tokens of the step) -> exchange on A2, A3, 950, by the rules written in vllm-ascend's docstring

@@ -1,6 +1,7 @@
 """`mindspeed-rl doctor`: check a machine for the Ascend path and explain failures in logs.
 
     mindspeed-rl doctor                      this machine; what is missing for NPU when it is a CPU machine
+    mindspeed-rl doctor --config-name FILE   host memory of a run by phase against this machine's; key=value as for training
     mindspeed-rl doctor --log run/*.log      known failures in log files, the earliest first
     mindspeed-rl doctor --hang runs/mine     the status of every process of a run, and the straggler
     mindspeed-rl doctor --stack              which releases are installed, how each was verified, what is refused
@@ -21,7 +22,10 @@ from typing import Any
 
 from mindspeed_rl.cli.doctor import checks, logs, stack
 from mindspeed_rl.cli.doctor.checks import Finding
+from mindspeed_rl.cli.doctor.host_memory import check_host_memory, read_machine_memory
 from mindspeed_rl.cli.doctor.logs import LogFinding
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.files import describe_missing
 from mindspeed_rl.observability.heartbeat import FOLDER
 from mindspeed_rl.observability.logging import clean_text
@@ -32,6 +36,11 @@ from mindspeed_rl.observability.process_status import (
     find_stalled_collectives,
     find_straggler,
 )
+from mindspeed_rl.planner.devices import find_device
+from mindspeed_rl.planner.host_memory import HostPhase
+from mindspeed_rl.planner.memory import plan_memory
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.validation import validate
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "absent": "-   "}
 
@@ -42,7 +51,7 @@ class Report:
 
     Attributes:
         platform: "npu" or "cpu": the kind the machine was judged as.
-        line: version line it was compared with.
+        line: version line it was compared with; empty for a run.
         findings: findings about the machine.
         failures: known failures in the given logs.
     """
@@ -89,6 +98,25 @@ def _examine(platform: str, line: str, environment: Mapping[str, str], *, probe_
     return Report(platform, chosen.name, [_judge(finding, platform, installed) for finding in findings])
 
 
+def _examine_run(arguments: argparse.Namespace) -> Report:
+    """Compare the host memory that a run takes with this machine's.
+
+    Raises:
+        ValueError: there is no such run file, or it is wrong.
+    """
+    cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
+    run = draft(cfg, arguments.nodes)
+    if violations := validate(run):
+        raise ConfigError(map(str, violations))
+    plan = plan_memory(run, find_device(cfg))
+    assert plan.host is not None
+    phases = list(plan.host.phases)
+    if cfg.platform == "cpu":  # whose devices are processes in the same memory
+        peak = plan.fullest.peak
+        phases.append(HostPhase(f"{peak.name}, the processes", peak.owners))
+    return Report(cfg.platform, "", check_host_memory(phases, plan.host.devices, read_machine_memory()))
+
+
 def _judge(finding: Finding, platform: str, installed: Mapping[str, str | None]) -> Finding:
     """Adapt a finding: absent fails on an NPU machine, versions outside the NPU line are fine on a CPU machine."""
     if platform == "npu" and finding.status == "absent":
@@ -106,7 +134,7 @@ def _judge(finding: Finding, platform: str, installed: Mapping[str, str | None])
 def _format_report(report: Report) -> str:
     """Return the report as text."""
     lines: list[str] = []
-    if report.findings:
+    if report.findings and report.line:
         lines.append(f"Machine: {report.platform}; compared with the NPU version line '{report.line}'.")
     area = ""
     for finding in report.findings:
@@ -115,7 +143,7 @@ def _format_report(report: Report) -> str:
             lines += ["", area]
         fix = f"  ->  {finding.fix}" if finding.fix and finding.status != "ok" else ""
         lines.append(f"  {_MARKS[finding.status]} {finding.name}: {finding.text}{fix}")
-    if report.findings and report.platform == "cpu":
+    if report.findings and report.line and report.platform == "cpu":
         missing = sum(finding.status == "absent" for finding in report.findings)
         lines += [
             "",
@@ -227,9 +255,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--log", nargs="+", metavar="FILE", help="only look for failures in these files")
     parser.add_argument("--hang", type=Path, metavar="RUN", help="only show the status of this run's processes (its folder)")
     parser.add_argument("--stack", action="store_true", help="only show the installed releases and how they were verified")
+    parser.add_argument(
+        "--config-name", "--config", metavar="FILE", help="only compare the host memory of this run file with this machine's"
+    )
+    parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
+    parser.add_argument("--nodes", type=int, default=1, help="machines of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run file, as for training")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-torch", action="store_true", help="do not import torch (faster)")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.overrides and arguments.config_name is None:
+        parser.error(f"{arguments.overrides[0]}: overrides go with --config-name FILE")
     if arguments.hang is not None:
         try:
             hang = _examine_hang(arguments.hang)
@@ -247,6 +283,11 @@ def main(argv: list[str]) -> int:
         except ValueError as error:
             parser.error(str(error))
         report = Report("npu", "", failures=failures)
+    elif arguments.config_name is not None:
+        try:
+            report = _examine_run(arguments)
+        except ValueError as error:
+            parser.error(str(error))
     else:
         report = _examine(arguments.platform, arguments.line, os.environ, probe_torch=not arguments.no_torch)
     if arguments.json:

@@ -20,6 +20,8 @@ AGENT_LOOP_KEYS = {
     "tool_agent": "tool_config_path",
     "roles": "environment",
 }
+#: loops that sample each turn as `sampling_config` says; a program's requests, and loops of your own, may add stop texts
+_LOOPS_WITHOUT_TEXTS = frozenset(("single_turn", "scheduler", "tool_agent", "roles"))
 # fmt: off
 _CRITIC = ("adv_estimator", tuple(name for name, record in ADVANTAGES.items() if "values" in record.needs))
 _RULES = ("rule_reward", (True,))
@@ -908,3 +910,8 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
             return self.agent_loop
         # without an environment, a scheduler or tools there is one turn
         return next((loop for loop, key in AGENT_LOOP_KEYS.items() if getattr(self, key) is not None), "single_turn")
+
+    @property
+    def requests_have_texts(self) -> bool:
+        """True where turns may end by texts that the run file does not name, which an engine finds only with a tokenizer."""
+        return self.agent_loop_name not in _LOOPS_WITHOUT_TEXTS

@@ -159,22 +159,34 @@ class _AnswerHandler(Handler):
         context = min(shared, shortest - 1) if len(sides) > 1 or not prompt.messages else len(prompt.messages)
         conversations = []
         for side in sides:
-            rest = [message for message in side[context:] if message.role not in SOURCE_ROLES]
-            if any(not message.content.strip() and not message.calls for message in rest):
-                raise DroppedRowError(DropReason.EMPTY_ANSWER)
-            if not any(message.trains for message in rest):
-                raise DroppedRowError("no answer to train")
-            first = next(index for index in range(context, len(side)) if side[index].role not in SOURCE_ROLES)
-            questions = [message for message in side[:first] if message.role in SOURCE_ROLES]
-            if not questions:
-                raise MalformedRowError(
-                    f"has no prompt: neither a column {self.map[self.prompt_key]!r} nor messages before the answer"
-                )
-            if not questions[-1].content.strip():
-                raise DroppedRowError(DropReason.EMPTY_PROMPT)
+            self._check_side(side, context)
             read = [replace(message, trains=False) for message in side[:context]]
             conversations.append(Conversation([*read, *side[context:]], system, prompt.tools))
         return conversations
+
+    def _check_side(self, side: Sequence[Message], context: int) -> None:
+        """Check that a prompt with text and an answer that trains are among the messages of a conversation.
+
+        Args:
+            context: number of the first messages, which do not train.
+
+        Raises:
+            MalformedRowError: there is no prompt.
+            DroppedRowError: the prompt or an answer is empty, or no answer trains.
+        """
+        rest = [message for message in side[context:] if message.role not in SOURCE_ROLES]
+        if any(not message.content.strip() and not message.calls for message in rest):
+            raise DroppedRowError(DropReason.EMPTY_ANSWER)
+        if not any(message.trains for message in rest):
+            raise DroppedRowError("no answer to train")
+        first = next(index for index in range(context, len(side)) if side[index].role not in SOURCE_ROLES)
+        questions = [message for message in side[:first] if message.role in SOURCE_ROLES]
+        if not questions:
+            raise MalformedRowError(
+                f"has no prompt: neither a column {self.map[self.prompt_key]!r} nor messages before the answer"
+            )
+        if not questions[-1].content.strip():
+            raise DroppedRowError(DropReason.EMPTY_PROMPT)
 
     def _follow(self, prompt: Sequence[Message], answers: list[Message], name: str) -> list[Message]:
         """Return the prompt with the messages after it, which may begin with the prompt.

@@ -8,10 +8,11 @@ followed. A value that only the machine of the script knows stays in the words a
 from mindspeed_rl.importers.shell.command import (
     Command,
     list_unknown,
+    make_mark,
     read_flags,
     read_variable,
     request_variables,
 )
 from mindspeed_rl.importers.shell.interpreter import read_script
 
-__all__ = ["Command", "list_unknown", "read_flags", "read_script", "read_variable", "request_variables"]
+__all__ = ["Command", "list_unknown", "make_mark", "read_flags", "read_script", "read_variable", "request_variables"]

@@ -20,7 +20,7 @@ _SIGNS: dict[type[ast.unaryop], Callable[[int], int]] = {
     ast.Not: lambda value: int(not value),
 }
 #: largest shift and exponent
-_MOST = 64
+_LIMIT = 64
 
 
 def evaluate(text: str) -> str | None:
@@ -48,7 +48,7 @@ class _Expression(ast.NodeVisitor):
     def visit_BinOp(self, node: ast.BinOp) -> int:
         compute = _OPERATORS[type(node.op)]
         first, second = self.visit(node.left), self.visit(node.right)
-        if (isinstance(node.op, ast.Pow) and abs(second) > _MOST) or (isinstance(node.op, ast.LShift) and second > _MOST):
+        if (isinstance(node.op, ast.Pow) and abs(second) > _LIMIT) or (isinstance(node.op, ast.LShift) and second > _LIMIT):
             raise ValueError("too large")
         return compute(first, second)
 

@@ -111,9 +111,7 @@ def _is_same(given: Value, expected: Value) -> bool:
         case Named():
             return _is_same_named(given, expected)
         case Relation():
-            if isinstance(given, Named) and given.relation is not None and symbols_of(given.relation.right):
-                given = given.relation  # an equation is not its solution
-            return isinstance(given, Relation) and _is_same_relation(given, expected)
+            return _is_same_as_relation(given, expected)
         case Collection():
             return _is_same_collection(given, expected)
         case Matrix():
@@ -126,14 +124,32 @@ def _is_same(given: Value, expected: Value) -> bool:
         case Symbol():
             return isinstance(given, Ratio) and expected.kind == "time" and _read_clock(given) == expected.key[:2]
         case Based():
-            same = isinstance(given, Based) and given.value == expected.value
-            return same or (isinstance(given, Quantity) and str(given.node.value) == expected.digits)
+            return _is_same_based(given, expected)
         case Residue():
-            if isinstance(given, Residue):
-                return given.modulus == expected.modulus and _is_same(given.value, expected.value)
-            return _is_same(given, expected.value)
+            return _is_same_residue(given, expected)
         case Text():
             return _is_same_text(given, expected)
+
+
+def _is_same_as_relation(given: Value, expected: Relation) -> bool:
+    """Compare a relation with an answer, which may have named its left side."""
+    if isinstance(given, Named) and given.relation is not None and symbols_of(given.relation.right):
+        given = given.relation  # an equation is not its solution
+    return isinstance(given, Relation) and _is_same_relation(given, expected)
+
+
+def _is_same_based(given: Value, expected: Based) -> bool:
+    """Compare a number of another base; the answer may leave out the base."""
+    if isinstance(given, Based):
+        return given.value == expected.value
+    return isinstance(given, Quantity) and str(given.node.value) == expected.digits
+
+
+def _is_same_residue(given: Value, expected: Residue) -> bool:
+    """Compare a residue; the answer may leave out the modulus."""
+    if isinstance(given, Residue):
+        return given.modulus == expected.modulus and _is_same(given.value, expected.value)
+    return _is_same(given, expected.value)
 
 
 def _is_same_family(given: Value, expected: Value) -> bool:
@@ -256,22 +272,7 @@ def _is_same_unnamed(given: Named, expected: Value) -> bool:
 def _is_same_named(given: Value, expected: Named) -> bool:
     """Compare values by name; a single value, or values in the order of the label, may lack their names."""
     if isinstance(given, Named):
-        if given.steps and expected.steps:
-            if len(given.steps) != len(expected.steps) or not all(map(_is_same, given.steps, expected.steps)):
-                return False
-        values = dict(given.pairs)
-        names = {name for name, _ in expected.pairs}
-        if len(names) == 1 and len(given.pairs) > 1:  # x_1 = 1, x_2 = 2 are the values of x
-            ((name, several),) = expected.pairs
-            is_numbered = all(re.fullmatch(rf"{re.escape(name)}_\{{?\d\}}?", other) for other in values)
-            return (
-                is_numbered
-                and isinstance(several, Collection)
-                and _is_same(Collection("list", tuple(values.values())), several)
-            )
-        if len(given.pairs) == 1 == len(expected.pairs) and values.keys() != names:
-            return _is_same_curve(given, expected)
-        return values.keys() == names and all(_is_same(values[name], value) for name, value in expected.pairs)
+        return _has_same_names(given, expected)
     if len(expected.pairs) == 1:
         if isinstance(given, Relation) and expected.relation is not None and len(symbols_of(expected.relation.right)) > 0:
             return _is_same_relation(given, expected.relation)
@@ -286,6 +287,22 @@ def _is_same_named(given: Value, expected: Named) -> bool:
         return _is_same(given, value)
     items = given.items if isinstance(given, Collection) and given.kind in ("list", "()", "sequence") else ()
     return len(items) == len(expected.pairs) and all(_is_same(item, value) for item, (_, value) in zip(items, expected.pairs))
+
+
+def _has_same_names(given: Named, expected: Named) -> bool:
+    """Compare the values of each name, and the steps that lead to them where both have some."""
+    if given.steps and expected.steps:
+        if len(given.steps) != len(expected.steps) or not all(map(_is_same, given.steps, expected.steps)):
+            return False
+    values = dict(given.pairs)
+    names = {name for name, _ in expected.pairs}
+    if len(names) == 1 and len(given.pairs) > 1:  # x_1 = 1, x_2 = 2 are the values of x
+        ((name, several),) = expected.pairs
+        is_numbered = all(re.fullmatch(rf"{re.escape(name)}_\{{?\d\}}?", other) for other in values)
+        return is_numbered and isinstance(several, Collection) and _is_same(Collection("list", tuple(values.values())), several)
+    if len(given.pairs) == 1 == len(expected.pairs) and values.keys() != names:
+        return _is_same_curve(given, expected)
+    return values.keys() == names and all(_is_same(values[name], value) for name, value in expected.pairs)
 
 
 _PLAIN_NAME = re.compile(r"[a-z]\([a-z]\)|y")

@@ -215,18 +215,23 @@ def _intersect(intervals: list[Interval], default: bool = True, *, is_empty_allo
     )
 
 
+def _read_double_relation(low: str, first: str, name: str, second: str, high: str) -> tuple[str, list[Interval]] | None:
+    """Return (variable, interval) of a variable between two bounds; None for others."""
+    if first in ">≥" and second in ">≥":
+        low, first, second, high = high, OPPOSITE[second], OPPOSITE[first], low
+    # a < b < c is an order of three numbers
+    has_variable = name[:1] in _VARIABLES or not any(map(_has_symbols, (low, high)))
+    if first not in "<≤" or second not in "<≤" or _read_name(name) is None or not has_variable:
+        return None
+    interval = as_interval("[" if first == "≤" else "(", low, high, "]" if second == "≤" else ")")
+    return None if interval is None else (name, [interval])
+
+
 def _read_relation(text: str) -> tuple[str, list[Interval]] | None:
     """Return (variable, intervals) of one relation or a double one; None for other text."""
     parts = [part.strip() for part in _RELATION.split(text)]
     if len(parts) == 5:
-        low, first, name, second, high = parts
-        if first in ">≥" and second in ">≥":
-            low, first, second, high = high, OPPOSITE[second], OPPOSITE[first], low
-        # a < b < c is an order of three numbers
-        has_variable = name[:1] in _VARIABLES or not any(map(_has_symbols, (low, high)))
-        if first in "<≤" and second in "<≤" and _read_name(name) is not None and has_variable:
-            interval = as_interval("[" if first == "≤" else "(", low, high, "]" if second == "≤" else ")")
-            return None if interval is None else (name, [interval])
+        return _read_double_relation(*parts)
     if len(parts) != 3:
         return None
     left, relation, right = parts

@@ -630,12 +630,12 @@ _JUDGED = re.compile(r"\\(?:sum|prod|int|iint|oint|lim|bmod|mod)(?![A-Za-z])")
 
 def _read_words(text: str, depth: int) -> Value | None:
     """Read words with formulas between them; None for a text without words."""
-    pieces = [piece.strip() for piece in _WORDS.split(text)]
-    if len(pieces) < 3 or len(pieces) > 2 * _MAX_DEPTH + 9:
+    spans = [span.strip() for span in _WORDS.split(text)]
+    if len(spans) < 3 or len(spans) > 2 * _MAX_DEPTH + 9:
         return None
     parts: list[Value | str] = []
-    for index, piece in enumerate(pieces):
-        parts.append(" ".join(tokenize(piece)) if index % 2 or not any(map(str.isalnum, piece)) else read_value(piece, depth))
+    for index, span in enumerate(spans):
+        parts.append(" ".join(tokenize(span)) if index % 2 or not any(map(str.isalnum, span)) else read_value(span, depth))
     return Text(tokenize(text), tuple(parts))
 
 

@@ -157,7 +157,7 @@ def _find_training_reason(run: Run, role: MegatronConfig, name: str) -> str:
             name in ("reset_attention_mask", "no_pad_to_seq_lengths") and not cfg.is_supervised,
             "rollouts keep their length, and packed ones always attend only to themselves",
         ),
-        (name == "stream_ref_weights" and not run.has_reference, "there is no reference with weights of its own"),
+        (name == "stream_ref_weights" and not run.has_ref, "there is no reference with weights of its own"),
         (name == "stream_ref_weights" and not cfg.ref_config.stream_ref_weights, "ref_config has it false"),
         (
             name == "moe_token_dispatcher_type" and role.moe_token_dispatcher_type == "alltoall_seq",

@@ -478,9 +478,9 @@ def _module_engine(run: Run) -> Iterator[Broken]:
         path = f"generate_config.{name}"
         if read_key(run, path) != allowed:
             yield violate("module_engine", f"[{path}] cannot be used with [{key}]: {reason}", {path: allowed})
-    elsewhere = cfg.platform not in ("cpu", "auto")
+    elsewhere = cfg.platform not in ("cpu", "npu", "auto")
     for is_on, reason in (
-        (elsewhere, f"on {cfg.platform}: it was run on cpu only"),
+        (elsewhere, f"on {cfg.platform}: it was run on cpu and npu only"),
         (run.placement.disaggregated, "with servers, which are vLLM's; leave out rollout_resource and vllm_server_host"),
         (cfg.reads_images, "with a model of images"),
         (run.rl.exact_log_probs, "with rl_config.exact_log_probs: it adds up as transformers does, and not as the trainer"),

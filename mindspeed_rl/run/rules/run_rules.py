@@ -507,10 +507,10 @@ def _shared_backbone(run: Run) -> Iterator[Broken]:
 
 
 @needs("rl_config")
-def _streamed_reference(run: Run) -> Iterator[Broken]:
+def _streamed_ref(run: Run) -> Iterator[Broken]:
     """Check that the weights which a device sees layer by layer never change."""
     group = "ref_config" if "ref_config" in run.config.set_keys else "actor_config"
-    if run.has_reference and run.config.ref_config.stream_ref_weights and run.rl.sync_ref_model:
+    if run.has_ref and run.config.ref_config.stream_ref_weights and run.rl.sync_ref_model:
         key = f"{group}.stream_ref_weights"
         yield violate(
             "streamed_reference",
@@ -754,7 +754,7 @@ RUN_RULES = (
     _adapters,
     _pushed_adapters,
     _shared_backbone,
-    _streamed_reference,
+    _streamed_ref,
     _moving_average,
     _muon,
     _offloaded_optimizer,

@@ -50,7 +50,7 @@ class _EngineLimits:
         run_keys: limits on keys of the run, by dotted name, where any role has the engine.
         without_effect: keys of a role that it does not read -> reason.
         forms: sentence about a form of a model that it does not compute -> True for a model of this form.
-        by_module: layers are those of transformers' module, without losses that balance experts.
+        by_module: layers come from transformers' module, without losses that balance experts.
         commands: commands that know only another engine's layers.
     """
 
@@ -190,7 +190,7 @@ def find_idle_reason(role: MegatronConfig, name: str) -> str:
 
 
 def computes_by_module(config: MegatronConfig) -> bool:
-    """Return True where the layers of a role are those of transformers' module."""
+    """Return True where the layers of a role come from transformers' module."""
     return _LIMITS[config.engine].by_module
 
 

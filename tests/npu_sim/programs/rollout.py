@@ -86,6 +86,7 @@ def main() -> None:
     adaptors.apply("rollout")
     device.set_device(rank)
     from transformers import AutoConfig, AutoModelForCausalLM
+    from vllm.compilation.counter import compilation_counter
 
     from mindspeed_rl.adaptors.engine_hooks import DERIVED
     from mindspeed_rl.config.expert_map import write_expert_map
@@ -221,6 +222,7 @@ def main() -> None:
         push(version)
         engine.restore_memory("cache")
         equal.append(sample_tokens() == first)
+    result["graphs"] = compilation_counter.num_cudagraph_captured
     result |= {"memory": memory, "equal": equal, "weight_bytes": engine.resident_bytes()["rollout weights"]}
     engine.release_memory()
     engine.restore_memory("weights")

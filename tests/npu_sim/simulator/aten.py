@@ -124,6 +124,8 @@ def install() -> int:
         _library.impl(op, _kernel(op, full_name), "PrivateUse1", allow_override=True)
         count += 1
     _library.impl("matmul_backward", recorded("aten::matmul_backward", _matmul_backward), "PrivateUse1", allow_override=True)
+    one_hot = _kernel(torch.ops.aten.one_hot.default, "aten::one_hot")  # of whole numbers, which have no gradient
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         _library.impl("scaled_dot_product_attention", _attention, key, allow_override=True)
+        _library.impl("one_hot", one_hot, key, allow_override=True)
     return count

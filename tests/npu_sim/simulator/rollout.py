@@ -7,11 +7,13 @@
 | `npu::npu_fused_infer_attention_score_v2`, `npu::npu_kv_rmsnorm_rope_cache` | the aclnn kernels of latent attention |
 | `npu::npu_interleave_rope`, `npu::npu_transpose_batchmatmul` | the same |
 | `npu::npu_dynamic_quant`, `npu::npu_quant_matmul` | the aclnn kernels of int8 products |
+| `npu::npu_top_k_top_p` | the aclnn kernel of sampling from fewer tokens |
 | `npu::npu_grouped_matmul`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
 | `atb::npu_paged_cache_load`, `npu::npu_attention_update` | the kernels of latent attention's chunks |
 | `_C_ascend::bgmv_*`, `_C_ascend::sgmv_*` | vllm-ascend's products with adapters |
 | `_C_ascend::moe_gating_top_k`, `_C_ascend::npu_moe_init_routing_custom` | vllm-ascend's own operators of experts |
 | `vllm::triton_split_qkv_rmsnorm_mrope` | vllm-ascend's Triton kernel of attention with norms and three rotary axes |
+| models that run as they are written | torch's compiler, which vLLM calls for `enforce_eager: false` |
 | slot mapping of the block table | vLLM's Triton kernel `_compute_slot_mapping_kernel`, for one context-parallel rank |
 | `vllm_ascend_C` | the wheel's extension: sleep mode's allocator only (`cann/camem.cpp`) |
 | all other custom operators (`_C_ascend`), Triton | said to be absent, so vllm-ascend takes its paths without them |
@@ -107,8 +109,8 @@ def _paged_cache_load(
 
 def _gathered(cache: Tensor, blocks: Tensor, length: int, heads: int) -> Tensor:
     """[length, heads, d] of a sequence from a cache of blocks, [blocks, size, heads, d] or [blocks, size, heads * d]."""
-    rows = cache[blocks.long()]
-    return rows.reshape(rows.shape[0] * rows.shape[1], heads, -1)[:length]
+    rows = cache[blocks.long()].flatten(0, 1)
+    return rows.reshape(len(rows), heads, cache.shape[2:].numel() // heads)[:length]  # a padded row has no blocks
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -207,6 +209,21 @@ def _attention_update(lse: list[Tensor], local_out: list[Tensor], update_type: i
     total = parts.logsumexp(0)
     weights = torch.exp(parts - total).nan_to_num(0.0)
     return (weights[..., None] * torch.stack(local_out).float()).sum(0).to(local_out[0].dtype), total
+
+
+def _top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
+    """Keep the k largest of [B, V], and of these the most likely until their probabilities sum up to p; others are -inf."""
+    values, indices = logits.float().sort(stable=True)
+    if k is not None:
+        if k.dtype != torch.int32 or not ((k >= 1) & (k <= logits.shape[-1])).all():
+            raise RuntimeError(f"npu_top_k_top_p: k is {k.tolist()} ({k.dtype}), which is no number of tokens in int32")
+        threshold = values.gather(-1, (values.shape[-1] - k.long())[:, None])
+        values = values.masked_fill(values < threshold, float("-inf"))
+    if p is not None:
+        dropped = values.softmax(-1).cumsum(-1) <= 1 - p.float()[:, None]
+        dropped[:, -1] = False
+        values = values.masked_fill(dropped, float("-inf"))
+    return torch.empty_like(values).scatter_(-1, indices, values).to(logits.dtype)
 
 
 # ---------------------------------------------------------------- latent attention
@@ -484,6 +501,7 @@ def _adapter_kernel(name: str) -> Callable[..., Tensor | None]:
 
 KERNELS = {
     "npu_attention_update": _attention_update,
+    "npu_top_k_top_p": _top_k_top_p,
     "_npu_fused_infer_attention_score_get_max_workspace": _workspace,
     "_npu_fused_infer_attention_score_v2_get_max_workspace": _workspace,
     "npu_dynamic_quant": _dynamic_quant,
@@ -590,6 +608,14 @@ def _without_triton(module: ModuleType) -> None:
     module.HAS_TRITON = False
 
 
+def _without_compiler(module: ModuleType) -> None:
+    """Models run as they are written: vLLM's compiler is built for the torch of its release.
+
+    Graphs of whole steps (`cudagraph_mode` FULL and FULL_DECODE_ONLY) hold the operators of the model, compiled or not.
+    """
+    module._should_ignore_torch_compile = lambda cls: True
+
+
 #: beginning of the name of a device -> the kind for which vllm-ascend is built
 DEVICE_TYPES = {"Ascend910B": "A2", "Ascend910_93": "A3", "Ascend950": "A5"}
 
@@ -606,6 +632,7 @@ AFTER_IMPORT = {
     "vllm_ascend._build_info": _kind_of_device,
     "vllm_ascend.utils": _without_custom_operators,
     "vllm.triton_utils.importing": _without_triton,
+    "vllm.compilation.decorators": _without_compiler,
 }
 
 

@@ -44,6 +44,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "vllm_ascend._build_info": _part_of_vllm,
     "vllm_ascend.utils": _part_of_vllm,
     "vllm.triton_utils.importing": _part_of_vllm,
+    "vllm.compilation.decorators": _part_of_vllm,
 }
 
 

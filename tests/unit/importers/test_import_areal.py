@@ -221,7 +221,7 @@ def test_numbers_that_differ_are_accepted_by_name(
         ("openai/gsm8k", "hiyouga/geometry3k", "rows with images"),
         ("tokenizer_path: ${actor.path}", "tokenizer_path: ${absent.path}", "absent"),
         ("eps_clip: 0.2", "eps_clip: 0.2\n  use_lora: true\n  target_modules: [router]", "adapters in router"),
-        ("seed: 3", "seed: [3", "own/run.yaml: while parsing"),
+        ("seed: 3", "seed: [3", "own/run.yaml: line 4: expected ',' or ']'"),
         ("max_head_offpolicyness: 2", "max_head_offpolicyness: 2\n  agent: {mode: online}", "prompts that a service sends"),
         ("seed: 3", "total_train_steps: 0", "total_train_steps is 0"),
         ("seed: 3", "seed: 3\nteacher: {path: own/teacher, backend: 'fsdp:d1'}", "a teacher next to rewards"),

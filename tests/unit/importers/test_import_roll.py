@@ -1,4 +1,4 @@
-"""Files of ROLL's RLVR pipeline: numbers worked out by hand from the formulas of its pipeline."""
+"""Files of ROLL's pipelines: numbers worked out by hand from their formulas."""
 
 from __future__ import annotations
 
@@ -51,6 +51,9 @@ reference: {device_mapping: "list(range(0,8))"}
 rewards:
   math_rule: {worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker, tag_included: [math]}
 """
+
+MEGATRON = "strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2, sequence_parallel: true}"
+CRITIC = "{training_args: {learning_rate: 1.0e-5, per_device_train_batch_size: 2, gradient_accumulation_steps: 8}}"
 
 
 @pytest.fixture
@@ -116,10 +119,23 @@ def test_defaults_are_those_of_the_dataclasses(folder: Path) -> None:
         ({"adv_estimator: grpo": "adv_estimator: grpo\nimportance_sampling: seq"}, {"level": "sequence"}),
         ({"adv_estimator: grpo": "adv_estimator: grpo\nuse_pg_clip_range: true\npg_clip_high: 0.28"}, {"clip_high": 0.28}),
         ({"list(range(0,8))\nreference": "list(range(8,12)) + [12, 13, 14, 15]\nreference"}, {"infer_tp": 4}),
+        # a rollout that shares some devices has the actor's
+        ({"list(range(0,8))\nreference": "list(range(0,6))\nreference"}, {"dp": 4, "infer_tp": 4}),
+        ({"whiten_advantages: false": "whiten_advantages: true", "advantage_clip: 10.0": "gamma: 1"},
+         {"advantage": "group_norm_whitened", "advantage_scale": "group"}),
+        # whitening undoes a mean and a spread that the whole batch shares
+        ({"adv_estimator: grpo": "adv_estimator: reinforce\nnorm_mean_type: batch\nnorm_std_type: batch",
+          "false\nreward_clip": "true\nreward_clip",
+          "advantage_clip: 10.0": "gamma: 0.9"}, {"advantage": "reinforce_plus_plus", "gamma": 0.9}),
+        ({"dtype: bf16,": "dtype: bf16, lora_target: 'q_proj,o_proj', lora_rank: 16,"}, {"lora_rank": 16}),
+        ({"adv_estimator: grpo": "adv_estimator: gae\nvalue_clip: 0.3\nreward_pretrain: critic\nlambd: 0.9",
+          "use_kl_loss: true": "use_kl_loss: false", "advantage_clip: 10.0": "gamma: 0.99",
+          "reference:": f"critic: {CRITIC}\nreference:"},
+         {"advantage": "gae", "gamma": 0.99, "lam": 0.9, "value_clip": 0.3, "critic_lr": 1e-5}),
     ],
 )  # fmt: skip
 def test_objectives_and_devices(folder: Path, changes: dict[str, str], expected: dict[str, object]) -> None:
-    run = run_import(changes)
+    run = run_import(changes, frozenset(("value_average",)))
     assert run.plans is not None
     for plan in run.plans:
         assert {name: getattr(plan, name) for name in expected} == expected
@@ -128,22 +144,34 @@ def test_objectives_and_devices(folder: Path, changes: dict[str, str], expected:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("difficulty_mask: false", "difficulty_mask: true", "by the mean score of their group"),
-        ("advantage_clip: 10.0", "advantage_clip: 2.0", "values that are clipped at 2"),
-        ("adv_estimator: grpo", "adv_estimator: gae", "adv_estimator=gae.*not available here"),
+        (
+            "difficulty_mask: false",
+            "difficulty_mask: true\ndifficulty_high_threshold: 0.9",
+            "with a mean score between 0 and 0.9 in ROLL; --accept trained_groups",
+        ),
+        ("advantage_clip: 10.0", "advantage_clip: 2.0", "is 2 in ROLL; --accept advantage_bound"),
+        ("adv_estimator: grpo", "adv_estimator: gae\nnorm_mean_type: batch", "adv_estimator=gae.*not available here"),
+        ("math_rule: 1.0}", "math_rule: 0.5, code: 0.5}", "say --set PROMPTS=FILE"),
+        (
+            "tag_included: [math]",
+            "tag_included: [math], query_filter_config: {type: mean_filter}",
+            "bounds of their mean score choose",
+        ),
+        ("dtype: bf16,", "dtype: bf16, lora_target: '.*proj',", "adapters in .*proj"),
+        ("dtype: bf16,", "dtype: bf16, freeze_module_prefix: lm_head,", "models with sound, and models of images"),
+        ("use_kl_loss: true", "add_token_level_kl: true", "a KL in rewards that are normalized before it"),
+        ("max_steps: 50", "max_steps: 50\nuse_opd: true", "one teacher with a model is"),
         (
             "adv_estimator: grpo\nwhiten_advantages: false\nreward_clip: 10\nadvantage_clip: 10.0\ndual_clip_loss: true\n"
             "use_kl_loss: true\nkl_loss_coef: 0.01\nmax_len_mask: false",
             "adv_estimator: reinforce\nwhiten_advantages: true\nmax_len_mask: true",
-            "whitened over the responses that train",
+            "the tokens of responses that train in ROLL; --accept whitened_over",
         ),
-        ("max_steps: 50", "max_steps: 50\nasync_generation_ratio: 1", "rollouts that run ahead"),
+        ("max_steps: 50", "max_steps: 50\nasync_generation_ratio: 1", "run ahead on the devices that train"),
         ("max_steps: 50", "max_steps: 50\nuse_topr_loss: true", "terms of TOPR"),
         ("max_steps: 50", "max_steps: 50\nno_such_key: 1", "no option of ROLL"),
-        ("math_rule: 1.0}", "math_rule: 0.5, code: 0.5}", "say --set PROMPTS=FILE"),
-        ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "ROLL's converter decides"),
+        ("Qwen/Qwen3-8B", "deepseek-ai/DeepSeek-V3", "ROLL's converter decides"),
         ("megatron_train", "deepspeed_train", "megatron_train and fsdp2_train are"),
-        ("list(range(0,8))\nreference", "list(range(4,12))\nreference", "shares some of the actor's devices"),
         ("list(range(0,8))\nreference", "[0, x]\nreference", "must be a list of devices"),
         ("response_length: 1024", "response_length: ${absent}", "a reference has no value"),
         ("rollout_batch_size: 32", "rollout_batch_size: 20", "not whole optimizer steps"),
@@ -172,15 +200,139 @@ def test_what_scores_is_said_by_the_user(folder: Path) -> None:
 
 
 def test_weights_of_fsdp_in_bfloat16_are_accepted_by_name(folder: Path) -> None:
-    changes = {"strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2, sequence_parallel: true}":
-               "strategy_name: fsdp2_train, strategy_config: {param_dtype: bf16, fsdp_size: 8}",
+    changes = {MEGATRON: "strategy_name: fsdp2_train, strategy_config: {param_dtype: bf16, fsdp_size: 8}",
                "gradient_accumulation_steps: 8": "gradient_accumulation_steps: 4"}  # fmt: skip
     with pytest.raises(ConfigError, match="--accept weights"):
         run_import(changes)
     assert run_import(changes, frozenset(("weights",))).get("megatron_training.engine") == "fsdp"
 
 
-@pytest.mark.parametrize("program", ["start_agentic_pipeline", "start_dpo_pipeline", "start_sft_pipeline"])
-def test_other_pipelines_are_named(folder: Path, program: str) -> None:
-    with pytest.raises(ConfigError, match=f"{program} of ROLL; start_rlvr_pipeline is"):
-        import_command(PROJECTS["roll"], f"python examples/{program}.py --config_path own --config_name x", ImportSettings())
+def test_rollouts_that_run_ahead_and_groups_of_equal_scores_have_keys(folder: Path) -> None:
+    run = run_import(
+        {
+            "max_steps: 50": "max_steps: 50\nasync_generation_ratio: 1",
+            "list(range(0,8))\nreference": "list(range(8,12))\nreference",
+            "[math]": "[math], query_filter_config: {type: std_filter, filter_args: {std_threshold: 0}}",
+        }
+    )
+    keys = {
+        "trainer_mode": "async",
+        "max_off_policy_threshold": 1.0,
+        "rollout_resource.num_npus": 4,
+        "filter_groups_enable": True,
+        "long_prompts": "drop_longer",
+    }
+    assert {name: run.get(f"rl_config.{name}") for name in keys} == keys
+
+
+def test_experts_are_balanced_by_config_json_with_megatron_and_not_at_all_with_fsdp(folder: Path) -> None:
+    model = {"Qwen/Qwen3-8B": "Qwen/Qwen3-30B-A3B"}
+    assert run_import(model).get("megatron_training.moe_aux_loss_coeff") is None
+    given = {**model, "sequence_parallel: true": "sequence_parallel: true, moe_aux_loss_coeff: 0.0"}
+    assert run_import(given).get("megatron_training.moe_aux_loss_coeff") == 0.0
+    fsdp = {MEGATRON: "strategy_name: fsdp2_train", "gradient_accumulation_steps: 8": "gradient_accumulation_steps: 4"}
+    run = run_import({**model, **fsdp})
+    assert run.get("megatron_training.moe_aux_loss_coeff") == run.get("megatron_training.moe_router_bias_update_rate") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [("vision_model", (True, True)), ("'vision_model.blocks,vision_model.patch_embed'", (True, False)), ("~", (False, False))],
+)
+def test_parts_of_a_model_of_images_are_frozen_as_there(folder: Path, parts: str, expected: tuple[bool, bool]) -> None:
+    changes = {"Qwen/Qwen3-8B": "Qwen/Qwen2.5-VL-7B-Instruct", "dtype: bf16,": f"dtype: bf16, freeze_module_prefix: {parts},",
+               "template: qwen3}": "image_max_pixels: 1048576}"}  # fmt: skip
+    with pytest.raises(ConfigError, match="text around the questions of images.*--set PROMPTS=FILE"):
+        run_import(changes)
+    run = run_import(changes, PROMPTS="prompts.jsonl")
+    names = ("freeze_vit", "freeze_aligner", "max_pixels")
+    assert tuple(run.get(f"megatron_training.{name}") for name in names) == (*expected, 1048576)
+
+
+def test_dropout_of_adapters_is_active_in_updates_and_images_have_none(folder: Path) -> None:
+    adapters = {"dtype: bf16,": "dtype: bf16, lora_target: all-linear, lora_dropout: 0.1,"}
+    run = run_import(adapters)
+    names = ("megatron_training.lora_dropout", "megatron_training.lora_alpha", "rl_config.dropout_in_update")
+    assert [run.get(name) for name in names] == [0.1, 16, True]
+    with pytest.raises(ConfigError, match="lora_target: not available here: adapters of a model of images"):
+        run_import({**adapters, "Qwen/Qwen3-8B": "Qwen/Qwen2.5-VL-7B-Instruct"}, PROMPTS="p.jsonl")
+
+
+DISTILLATION = {
+    "actor_train:": "student_train:", "actor_infer:": "student_infer:", "adv_estimator: grpo": "adv_estimator: reinforce",
+    "use_kl_loss: true": "use_kl_loss: false", "reference: {device_mapping: \"list(range(0,8))\"}":
+    "teacher: {model_args: {model_name_or_path: Qwen/Qwen3-32B}, device_mapping: 'list(range(0,8))'}",
+}  # fmt: skip
+
+SCALED = {name: value.replace("teacher: {", "teacher: {opd_kl_coef: 0.5, ") for name, value in DISTILLATION.items()}
+
+
+def test_a_teacher_of_sampled_answers_is_the_only_objective(folder: Path) -> None:
+    run = run_import(DISTILLATION)
+    names = ("enabled", "teacher_models", "loss_mode", "use_policy_gradient", "use_task_rewards")
+    assert [run.get(f"rl_config.distillation.{name}") for name in names] == [True, ["Qwen/Qwen3-32B"], "k1", True, False]
+    with pytest.raises(ConfigError, match=r"teacher\.opd_kl_coef: not available here: another weight than 1"):
+        run_import(SCALED)
+
+
+ROLE = """
+  model_args: {dtype: bf16}
+  training_args: {num_train_epochs: 2, per_device_train_batch_size: 2, gradient_accumulation_steps: 4, learning_rate: 1.0e-6}
+  data_args: {file_name: data/rows.json, template: qwen2_5}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
+  device_mapping: list(range(0,8))
+"""
+
+
+def import_rows(text: str, accepted: frozenset[str] = frozenset(), program: str = "") -> Import:
+    Path("own/rows.yaml").write_text(text)
+    command = f"python examples/{program}.py --config_path own --config_name rows" if program else "own/rows.yaml"
+    return import_command(PROJECTS["roll"], command, ImportSettings(accepted=accepted, rows=320))
+
+
+def test_sft_reads_rows_in_their_order(folder: Path) -> None:
+    text = f"pretrain: Qwen/Qwen2.5-7B\nsequence_length: 2048\nquery_key: input\nprompt_key: question\nsft_train:{ROLE}"
+    run = import_rows(text, program="start_sft_pipeline")
+    assert run.plans is not None
+    # 2 x 4 rows on each of 8 / 2 replicas; 2 epochs of 320 rows are 20 steps, over which the rate falls to 0
+    for plan in run.plans:
+        assert (plan.stage, plan.step_samples, plan.total_steps, plan.sequence_length) == ("sft", 32, 20, 2048)
+        assert (plan.lr_first, plan.lr_last) == (1e-6, pytest.approx(1e-6 / 20))
+    assert run.get("megatron_training.no_shuffle") is True
+    assert '"prompt": "question", "query": "input", "response": "output", "system": ""' in run.summarize()
+
+
+def test_dpo_ends_after_max_steps_and_has_the_beta_of_the_loss(folder: Path) -> None:
+    text = f"pretrain: Qwen/Qwen2.5-7B\nsequence_length: 512\nmax_steps: 8\nbeta: 0.1\nreference: {{}}\nactor_train:{ROLE}"
+    with pytest.raises(ConfigError, match="the head of their turn in ROLL; --accept trained_tokens"):
+        import_rows(text)
+    run = import_rows(text, frozenset(("trained_tokens",)))
+    assert run.plans is not None
+    for plan in run.plans:
+        assert (plan.stage, plan.step_samples, plan.total_steps, plan.beta) == ("dpo", 32, 8, 0.1)
+        # ROLL divides the steps of the schedule by its 4 replicas: from step 2 on the rate is 0
+        assert (plan.lr_first, plan.lr_last) == (1e-6, 0.0)
+    with pytest.raises(ConfigError, match="beta: not available here: another beta than 0.1"):
+        import_rows(text.replace("beta: 0.1", "beta: 0.2"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("custom_envs: {FrozenLake: {}}\ntrain_env_manager: {tags: [FrozenLake]}", "pipeline of agents, which play FrozenLake"),
+        ("student: {}\nteacher: {}", "distillation on the answers of rows"),
+        ("custom_env: {}", "there is no command of a pipeline of ROLL for rows.yaml, a part of another file"),
+        (f"sft_train:{ROLE}  x: 1", "pretrain is missing"),
+        (f"pretrain: m\nsft_train:{ROLE}".replace("data/rows.json", "[a.json, b.json]"), "2 files: .*--set DATA=FILE"),
+    ],
+)
+def test_files_of_other_pipelines_are_named(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        import_rows(text)
+
+
+def test_a_program_reads_the_files_of_its_pipeline(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="start_agentic_pipeline of ROLL; start_rlvr_pipeline, .* are"):
+        import_rows("x: 1", program="start_agentic_pipeline")
+    with pytest.raises(ConfigError, match="start_dpo_pipeline reads no file with the roles of rows.yaml, which is one of sft"):
+        import_rows(f"pretrain: m\nsft_train:{ROLE}", program="start_dpo_pipeline")

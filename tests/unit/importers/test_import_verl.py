@@ -431,7 +431,10 @@ def test_rollout_corrections() -> None:
         assert values(imported(option), *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
     # in its decoupled form verl takes rejected tokens out of the mean too
     decoupled = f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=2.0"
-    assert "tokens that leave the mean" in refusal(decoupled)
+    assert "leave policy loss, KL and entropy, and their means in verl; --accept rejected_tokens" in refusal(decoupled)
+    run = imported(decoupled, accepted=frozenset(("rejected_tokens",)))
+    expected = ["token_rejection_mask", 2.0, 0.5]
+    assert values(run, *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
     recorded = imported(f"{prefix}.bypass_mode=True {prefix}.rollout_is=token")
     assert recorded.get("rl_config.old_log_probs") == "rollout" and recorded.get("rl_config.old_log_probs_fallback") == "warn"
     assert recorded.get("rl_config.rollout_importance_sampling_mode") is None  # verl measures these weights only
@@ -440,6 +443,26 @@ def test_rollout_corrections() -> None:
     assert "weights whose mean is 1" in refusal(f"{prefix}.rollout_is=token {prefix}.rollout_is_batch_normalize=True")
     # logged there, as the ratio is to the rollout engine
     assert imported(f"{bypass} {prefix}.rollout_is=token {prefix}.rollout_is_batch_normalize=True").plans is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "note"),
+    [
+        ("do_sample=True V.n=16 V.temperature=0.6 V.top_p=0.7", [False, 16, 0.6], "0.7: held-out prompts"),
+        ("do_sample=True V.temperature=1.0 V.top_p=1.0", [False, None, None], "as in training"),
+        # verl's default temperature of an evaluation is 0
+        ("do_sample=True V.n=4 V.top_p=0.7", [True, None, None], "the evaluation is greedy"),
+        ("do_sample=False V.n=4 V.temperature=1.0 V.top_p=1", [True, None, None], "the evaluation is greedy"),
+    ],
+)
+def test_evaluations_are_sampled_as_there(options: str, expected: list[object], note: str) -> None:
+    prefix = "actor_rollout_ref.rollout.val_kwargs."
+    run = imported(f"{prefix}{options.replace('V.', prefix)}")
+    keys = ("rl_config.eval_greedy", "megatron_training.eval_n_samples", "megatron_training.eval_temperature")
+    assert values(run, *keys) == expected
+    assert note in run.without_effect[f"{prefix}top_p"]
+    if "n=4" in options:
+        assert "greedy ones are all the same" in run.without_effect[f"{prefix}n"]
 
 
 def test_bypass_with_reinforce_is_the_plain_policy_gradient_with_weights() -> None:

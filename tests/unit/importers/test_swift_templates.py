@@ -85,7 +85,8 @@ def test_the_empty_thoughts_of_hybrid_models_do_not_train_with_the_name_and_with
 @pytest.mark.parametrize(
     ("options", "feature"),
     [
-        (f"{SFT} models/base --loss_scale ignore_empty_think", "of another model than Qwen3 and Qwen3.5"),
+        (f"{DPO} models/base --loss_scale last_round+ignore_empty_think", "of another model than Qwen3 and Qwen3.5"),
+        (f"{SFT} models/base --loss_scale ignore_empty_think", "without empty thoughts in ms-swift; --accept trained_tokens"),
         (f"{SFT} Qwen/Qwen3-8B --loss_scale hermes+ignore_empty_think", "hermes+ignore_empty_think; available are default"),
         (f"{SFT} Qwen/Qwen3-8B --loss_scale last_round", "last_round; available are default"),
         (f"{DPO} Qwen/Qwen3-8B --loss_scale all", "all; available are last_round, default"),

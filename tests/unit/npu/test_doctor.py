@@ -13,6 +13,8 @@ import pytest
 
 from mindspeed_rl.cli import doctor
 from mindspeed_rl.cli.doctor import checks, logs, stack, variables
+from mindspeed_rl.cli.doctor.host_memory import check_host_memory, read_machine_memory
+from mindspeed_rl.planner.host_memory import HostPhase
 
 LOGS = Path(__file__).parents[2] / "data" / "npu" / "logs"
 
@@ -268,6 +270,70 @@ def test_processors_of_every_numa_node_are_usable(
     # the last node has only memory
     finding = checks.check_numa(environment, numa_nodes(tmp_path, "0-3", "4-5,6-7", ""), set(allowed))
     assert finding.status == status and words in finding.text and bool(finding.fix) == (status == "warn")
+
+
+def machine_files(root: Path, limit: str | None = None, file: str = "memory.max") -> Path:
+    """Linux's files of a machine with 100 GiB, of which 50 are available."""
+    (root / "proc").mkdir()
+    gib = 2**20  # in KiB
+    (root / "proc/meminfo").write_text(f"MemTotal: {100 * gib} kB\nMemFree: {9 * gib} kB\nMemAvailable: {50 * gib} kB\n")
+    if limit is not None:
+        (root / "sys/fs/cgroup" / file).parent.mkdir(parents=True)
+        (root / "sys/fs/cgroup" / file).write_text(f"{limit}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("limit", "file", "expected"),
+    [
+        (None, "memory.max", (100, 50)),
+        ("max", "memory.max", (100, 50)),
+        (str(64 * 2**30), "memory.max", (64, 50)),
+        (str(32 * 2**30), "memory/memory.limit_in_bytes", (32, 32)),
+        ("9223372036854771712", "memory/memory.limit_in_bytes", (100, 50)),  # what version 1 has for none
+    ],
+)
+def test_memory_of_a_machine_is_that_of_its_container(
+    limit: str | None, file: str, expected: tuple[int, int], tmp_path: Path
+) -> None:
+    machine = read_machine_memory(machine_files(tmp_path, limit, file))
+    assert (machine.total, machine.available) == tuple(gib * 2**30 for gib in expected)
+    assert machine.source == ("/proc/meminfo" if expected[0] == 100 else f"/sys/fs/cgroup/{file}")
+
+
+def test_the_phases_of_a_run_that_a_machine_has_no_memory_for_are_named(tmp_path: Path) -> None:
+    gib = 2**30
+    start, iteration = HostPhase("start", {"weights": 10 * gib}), HostPhase("iteration", {"optimizer": 30 * gib})
+    save = HostPhase("save", {"optimizer": 30 * gib, "tensors of the save": 40 * gib})
+    # of two devices: 20, 60 and 140 GiB
+    findings = check_host_memory([start, iteration, save], 2, read_machine_memory(machine_files(tmp_path)))
+    assert {found.name: found.status for found in findings} == {"in start": "ok", "in iteration": "warn", "in save": "fail"}
+    assert "60.0 GiB of 2 devices" in findings[1].text and "50.0 of 100.0 GiB are available" in findings[1].text
+    assert "optimizer_offload_path" in findings[1].fix and "async_save" in findings[2].fix
+    assert "140.0 GiB" in findings[2].text and "tensors of the save 80.0, optimizer 60.0" in findings[2].text
+    (nothing,) = check_host_memory([HostPhase("iteration", {})], 2, read_machine_memory(tmp_path))
+    assert nothing.status == "ok"
+
+
+def test_the_doctor_compares_a_run_file_with_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    code = doctor.main(["--config-name", "grpo_qwen3_8b_A2_1die", "actor_config.save=null", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert [item["name"] for item in report["findings"]] == ["in start", "in iteration"]
+    # 8.19e9 parameters of twelve bytes, the actor and the reference in two each
+    assert all("122.1 GiB of 1 device (optimizer 91.5, weights 15.3, reference 15.3)" in i["text"] for i in report["findings"])
+    assert code == int(not report["ok"])
+    with pytest.raises(SystemExit):
+        doctor.main(["actor_config.save=null"])
+    assert "overrides go with --config-name FILE" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        doctor.main(["--config-name", "grpo_qwen3_8b_A2_1die", "actor_config.sav=null"])
+    assert "sav" in capsys.readouterr().err
+
+
+def test_processes_of_a_cpu_run_are_in_the_memory_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.main(["--config-name", "grpo_tiny_cpu", "--json"])
+    names = [item["name"] for item in json.loads(capsys.readouterr().out)["findings"]]
+    assert names[:-1] == ["in start", "in save"] and names[-1].endswith(", the processes")
 
 
 def test_set_env_preloads_jemalloc_where_it_is_unless_told_otherwise(tmp_path: Path) -> None:

@@ -15,10 +15,17 @@ switches = sys.modules["npu_switches"] = importlib.util.module_from_spec(SPEC)  
 SPEC.loader.exec_module(switches)
 
 
+_NOT_RUN = "no command on the simulator sets it yet; it decides which passes there are, not what a kernel computes"
 #: switches that no simulated run takes yet -> the reason; an entry that has a run, or that is refused, must go
 OPEN: dict[str, str] = {
-    "generate_config.enforce_eager: false": "vllm-ascend's compiler of graphs needs torch 2.10, and the simulator has 2.13",
-    "generate_config.cudagraph_capture_sizes: set": "vllm-ascend's compiler of graphs needs torch 2.10",
+    "rl_config.ref_dynamic_max_batch_size: set": _NOT_RUN,
+    "rl_config.actor_dynamic_max_batch_size: set": _NOT_RUN,
+    "rl_config.update_dynamic_max_batch_size: set": _NOT_RUN,
+    "rl_config.old_log_probs_fallback: trainer": _NOT_RUN,
+    "rl_config.sync_ref_model: true": "copies of weights into the reference; no command on the simulator sets it yet",
+    "rl_config.eval_greedy: false": _NOT_RUN,
+    "sampling_config.presence_penalty: set": "vLLM's own operations on logits; no command on the simulator sets it yet",
+    "sampling_config.frequency_penalty: set": "vLLM's own operations on logits; no command on the simulator sets it yet",
 }
 
 
@@ -35,6 +42,9 @@ def test_the_switches_are_read_from_the_code() -> None:
     # by the table of MindSpeed's keys, an attribute in the engine, an argument of vLLM, a key that only NPUs read
     assert {("swap_optimizer", "true"), ("recompute_modules", "moe_act"), ("enforce_eager", "false")} <= listed
     assert {("infer_moe_token_dispatcher_type", "allgather"), ("tensor_model_parallel_size", "set")} <= listed
+    # of the features beside the algorithm: averages, recorded log-probs, engines, the service
+    assert {("ema_decay", "set"), ("old_log_probs", "rollout"), ("engine", "transformers")} <= listed
+    assert {("stop_token_ids", "set"), ("sync_ref_model", "true"), ("sampler_ema_decay", "set")} <= listed
     # a size of the model, a default, a number, a key of another platform, one of the host
     assert not {"hidden_size", "lr", "kv_cache_memory_gib", "deterministic", "keep_last"} & {key for key, _ in listed}
     assert ("bf16", "true") not in listed

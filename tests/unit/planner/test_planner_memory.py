@@ -359,6 +359,16 @@ def test_a_background_save_finds_the_engine_on_the_device() -> None:
     assert {"KV cache", "optimizer"} <= set(plan.groups[0].phases[-1].owners) and plan.groups[0].phases[-1].name == "save"
 
 
+def test_the_weights_of_transformers_module_stay_while_the_actor_trains() -> None:
+    keys: dict[str, object] = {"generate_config.infer_tensor_parallel_size": 1, "generate_config.offload_train_param": True}
+    module, vllm = (planned("grpo_qwen3_8b_A3", **keys | {"generate_config.engine": name}) for name in ("transformers", "vllm"))
+    kept, sleeping = (next(p for p in plan.fullest.phases if p.name == "update").owners for plan in (module, vllm))
+    # two bytes of each parameter, on each device, and rows of the vocabulary that pad it
+    assert kept["rollout weights"] == pytest.approx(2 * PARAMETERS["qwen3_8b"], rel=1e-3)
+    assert "rollout weights" not in sleeping
+    assert module.cache is not None and module.cache.room == module.cache.needed and not module.problems
+
+
 def test_a_critic_leaves_before_the_actor_trains() -> None:
     phases = {phase.name: phase.owners for phase in planned("ppo_qwen25_32b_A3").groups[0].phases}
     assert "critic" in phases["update critic"] and "critic" not in phases["update"]
@@ -568,12 +578,12 @@ def test_advice_takes_a_reference_off_the_device_or_out_of_the_run() -> None:
     for coefficient, named in ((0.001, True), (0.05, False)):
         values = {"rl_config.init_kl_coef": coefficient, "generate_config.offload_train_param": False}
         run = draft(build_run_config(apply_values(tree, values)))
-        candidates = dict((*values, costs) for values, costs in advice._candidates_of_the_reference(run) if len(values) == 1)
+        candidates = dict((*values, costs) for values, costs in advice._candidates_of_ref(run) if len(values) == 1)
         assert "actor_config.stream_ref_weights" in candidates
         assert ("rl_config.init_kl_coef" in candidates) == named
     # without a KL there is no reference
     values = {"rl_config.init_kl_coef": 0.0}
-    assert not list(advice._candidates_of_the_reference(draft(build_run_config(apply_values(tree, values)))))
+    assert not list(advice._candidates_of_ref(draft(build_run_config(apply_values(tree, values)))))
 
 
 def test_the_engines_share_is_of_what_a_process_sees() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from vllm_program import run_program
 
 PROGRAM = """
@@ -61,3 +62,13 @@ def test_an_engine_gets_what_the_run_file_and_the_model_say(tmp_path: Path) -> N
     assert result["compile_sizes"] == [4]
     assert result["rope"] == {"rope_type": "default", "rope_theta": 5e7}  # as the trainer computes them
     assert result["model"] == ["InternLM3ForCausalLM"] and result["length"] == 4096
+
+
+@pytest.mark.slow
+def test_a_text_that_a_program_s_request_names_ends_its_turn(tmp_path: Path) -> None:
+    """The same seed samples the same tokens; the one that completes the first of the texts is the last."""
+    result = run_program(Path(__file__).with_name("requested_texts.py"), tmp_path)
+    (plain, _), (ended, truncated) = result["plain"], result["ended"]
+    first = min(plain.index(ord(text)) for text in "a7" if ord(text) in plain)
+    assert ended == plain[: first + 1] and len(plain) == 60 and not truncated
+    assert "a request has stop texts" in result["refused"] and "generate_config.speculative_config" in result["refused"]

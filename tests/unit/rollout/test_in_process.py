@@ -61,7 +61,7 @@ class Stepped:
         for name in names:
             self._running.pop(name, None)
 
-    def check_prompt_length(self, num_prompt_tokens: int) -> None:
+    def check_request(self, num_prompt_tokens: int, sampling: Sampling) -> None:
         if num_prompt_tokens > 100:
             raise ValueError("too long")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,15 @@ def test_requests_are_aborted_with_the_tokens_that_they_have_and_frozen_ones_con
         ended.update(engine.step())
     assert ended == {"3": whole["3"]} and engine.weight_version == 1
     with pytest.raises(ValueError, match=r"16 tokens.*generate_config.max_model_len \(16\)"):
-        engine.check_prompt_length(16)
+        engine.check_request(16, SAMPLING)
+
+
+def test_ends_that_need_a_text_are_refused_where_they_are_asked_for(folder: Path) -> None:
+    engine = _open(folder)
+    engine.check_request(5, SAMPLING)
+    for changed, what in (({"stop": ("Observation:",)}, "stop texts"), ({"structured_output": '{"regex": "a"}'}, "a form")):
+        with pytest.raises(ValueError, match=f"engine: transformers sees no text, and a request has {what}.*vllm"):
+            engine.check_request(5, replace(SAMPLING, **changed))
 
 
 def test_a_load_that_leaves_a_parameter_out_is_refused(folder: Path) -> None:

@@ -19,13 +19,13 @@ from aiohttp import web
 from test_agent_loops import END, PROMPT, SAMPLING, TOKENIZER, Speaker, settings, told
 from test_in_process import Stepped
 
-from mindspeed_rl.config.keys.rl import AgentKeys
+from mindspeed_rl.config.keys.rl import AgentKeys, RLConfig
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.loop import AgentRunner, Task
 from mindspeed_rl.rollout.in_process import InProcessEngine
-from mindspeed_rl.rollout.requests import Completion
+from mindspeed_rl.rollout.requests import Completion, Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.agent_program import check_program
 
@@ -79,7 +79,7 @@ def test_what_a_program_does_wrong_fails_its_own_sample(with_library: None, tmp_
 class Stubborn(Stepped):
     """Stands where vLLM's engine does, and says 1 whatever it is told."""
 
-    def check_prompt_length(self, num_tokens: int) -> None:
+    def check_request(self, num_tokens: int, sampling: Sampling) -> None:
         pass
 
     def step(self) -> list[tuple[str, Completion]]:
@@ -358,3 +358,18 @@ def test_programs_and_graders_get_no_variable_of_the_run_unless_it_is_named(
         found = json.loads((tmp_path / "marks" / name).read_text())
         assert found.pop("NAMED") == "<planted>" and "PATH" in found
         assert "planted" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "have"),
+    [
+        ({"agent": AgentKeys(command=["true"])}, True),
+        ({"environment": "verifiers:guess"}, True),
+        ({"agent_loop": "mine:Loop"}, True),  # which may sample as it likes
+        ({"tool_config_path": "tools.yaml"}, False),
+        ({"environment": "games:Duel", "agent_loop": "roles"}, False),
+        ({"multi_turn_enable": False, "agent": AgentKeys(command=["true"])}, False),
+    ],
+)
+def test_an_engine_has_the_tokenizer_where_requests_may_name_texts(keys: dict[str, Any], have: bool) -> None:
+    assert RLConfig(**{"multi_turn_enable": True, **keys}).requests_have_texts == have

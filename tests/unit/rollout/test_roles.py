@@ -14,12 +14,18 @@ from test_agent_loops import PROMPT, TOKENIZER, Speaker, settings, task
 
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.config import build_run_config
+from mindspeed_rl.dataplane.transfer_dock import TransferDock
+from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run.draft import draft
+from mindspeed_rl.trainers.advantages import Advantages, TrainBatch
+from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.role_advantages import compute_role_advantages
+from mindspeed_rl.trainers.schedule import Schedule
+from mindspeed_rl.workers.responses import build_response_columns
 
 
 class Debate:
@@ -156,3 +162,45 @@ def test_a_role_is_compared_with_itself_in_the_samples_of_the_prompt() -> None:
     results = metrics.results()
     assert results["roles/con/reward"] == pytest.approx((0.25 - 2 + 2 - 2 + 1 - 2) / 4)
     assert results["roles/judge/tokens"] == 1.0 and advantages[2, 2] == 0.0  # the only one of its group
+
+
+class Rows:
+    """Two rows, as the data plane has them; keeps what is put."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self._dock = TransferDock(1, 2, DATA_PLANE_USERS)
+        self._dock.put(columns, range(2))
+        self.written: dict[str, Any] = {}
+
+    def get(self, consumer: str, columns: list[str], *, indexes: range, timeout_s: float) -> Any:
+        return self._dock.get(consumer, columns, indexes=list(indexes))
+
+    def put(self, data: dict[str, Any], indexes: range) -> None:
+        self.written |= data
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_rewards_that_do_not_train_are_nothing_to_a_role_either(trains: bool) -> None:
+    """With `use_task_rewards: false` the teachers judge every row: no role wins what another one loses."""
+    rl = {
+        **{"actor_resource": {"num_npus": 1}, "n_samples_per_prompt": 2, "adv_estimator": "group_norm", "mini_batch_size": 1},
+        **{"multi_turn_enable": True, "agent_loop": "roles", "environment": "games:Debate"},
+        "distillation": {"enabled": True, "teacher_models": ["t"], "use_task_rewards": trains},
+    }
+    training = {"stage": "ray_grpo", "global_batch_size": 1, "train_iters": 1, "seq_length": 64, "micro_batch_size": 1}
+    keys = {"megatron_training": training, "actor_config": {}, "generate_config": {"infer_tensor_parallel_size": 1}}
+    run = draft(build_run_config({**keys, "rl_config": rl}))
+    played = [play(Speaker(["A", text, "C", "D"])) for text in ("B", "I give up")]
+    columns = build_response_columns(played)
+    columns |= {"rewards": [0.75, 0.25], "reward_results": [RewardResult(0.75, {}), RewardResult(0.25, {})]}
+    plane: Any = Rows(columns)
+    nothing: Any = None
+    batches: list[TrainBatch] = []
+    metrics = Advantages(run, plane, nothing, Schedule(run), (batches.append,)).compute(0, kl_coef=0.0).results()
+    advantages = torch.cat(list(plane.written["advantages"]))
+    assert bool(advantages.any()) == trains
+    # 0.25 + 1 of pro's two turns, and 1 where con gives up, less those of the others, of which 0 is the sum
+    assert (metrics["roles/con/reward"] != 0.0) == trains
+    # the order of prompts depends on them in any case: they are measured
+    (batch,) = batches
+    assert batch.totals.tolist() == [0.75, 0.25]

@@ -7,6 +7,7 @@ import json
 import math
 import zlib
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,29 @@ def test_a_resumed_run_samples_the_prompts_of_the_one_that_never_stopped() -> No
     assert stopped.labels == alone.labels
     # the prompts of responses in flight are those that they were started with
     assert [second.item(index)["label"] for index in (0, 70, 100)] == [str(alone.labels[2 * i]) for i in (0, 70, 100)]
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_a_prompt_that_a_filter_has_measured_is_not_measured_again_by_the_update(filtered: bool) -> None:
+    """The level opens after six prompts that pass, of which an iteration has four."""
+    plane, prompts = Plane(), Prompts([{"level": row // 20} for row in range(40)])
+    values = {"prompt_level_key": "level", "prompt_level_pass_rate": 0.5, "prompt_level_prompts": 6}
+    run = resolve(load_run_config("grpo_tiny_cpu", None, []), platform="cpu")
+    plan = dataclasses.replace(run.plan, num_prompts=4, n_samples_per_prompt=2)
+    loader = PromptLoader(prompts, plane, plan, keys(**values), seed=5, shuffle=True)  # type: ignore[arg-type]
+    open_levels = []
+    for _ in range(2):
+        loader.put()
+        rewards = torch.ones(8)
+        if filtered:
+            loader.observe(rewards)
+            loader.batch = loader.batch[:3]  # one is left out
+            rewards = rewards[:6]
+        batch: Any = SimpleNamespace(totals=rewards)
+        loader.on_batch(batch)
+        (report,) = loader.report()
+        open_levels.append(report.metrics.results()["prompts/open_levels"])
+    assert open_levels == [1, 2]
 
 
 @pytest.mark.parametrize(
