@@ -209,10 +209,6 @@ class Platform(ABC):
         free, total = self.device_module.mem_get_info()
         return (total - free) / GIB
 
-    def free_bytes(self) -> int:
-        """Return the bytes of the device that no process uses."""
-        return self.device_module.mem_get_info()[0]
-
     def reset_peak_memory(self) -> None:
         """Measure `memory_stats().peak_gib` from now on."""
         self.device_module.reset_peak_memory_stats()

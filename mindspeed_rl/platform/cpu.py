@@ -61,6 +61,7 @@ class CpuPlatform(Platform):
         return self.memory_stats().reserved_gib
 
     def free_bytes(self) -> int:
+        """Return the bytes that this machine, or this container, has free."""
         free = psutil.virtual_memory().available
         with contextlib.suppress(OSError, ValueError):  # no limit, or no cgroup v2
             used = int((_CGROUP / "memory.current").read_text())
