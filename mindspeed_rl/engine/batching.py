@@ -471,6 +471,8 @@ def split_rows(rows: Rows, shape: BatchShape, batching: MicroBatching, *, min_co
         The indices of the rows of each micro-batch.
     """
     budget = batching.token_budget
+    if not len(rows):
+        return []
     if shape.shares_prefixes and budget is not None:
         # rows with the same prompt take fewer tokens in one micro-batch than in several
         prompts = [spans[0][0] for spans in rows.spans]
