@@ -74,7 +74,9 @@ def main(argv: list[str]) -> int:
             if arguments.strict and not (expected := predict(run)).fits:
                 raise ValueError(f"--strict: the run is not predicted to fit: {expected.summary}")
             shrinker = registry.load("mindspeed_rl.planner.shrink:Shrinker", "train")
-            recovery = Recovery(run, shrinker(run, arguments.config_name, arguments.config_dir, arguments.overrides))
+            resolve = registry.load("mindspeed_rl.run.models:resolve_run", "train")
+            fit = shrinker(run, arguments.config_name, arguments.config_dir, arguments.overrides, resolve)
+            recovery = Recovery(run, fit)
             try:
                 for attempt in recovery.attempts():
                     prediction = predict(attempt, bands=bands, is_strict=arguments.strict)

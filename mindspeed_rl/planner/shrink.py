@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
 from mindspeed_rl.planner.seconds import plan_time
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
-from mindspeed_rl.run.models import resolve_run
 from mindspeed_rl.run.rules.validation import is_valid, unavailable
 
 #: no layout splits a layer, or a sequence, over more devices
@@ -30,7 +29,7 @@ _CLOSE = 0.05
 #: keys that say the layers of each pipeline stage
 _STAGES = ("num_layer_list", "noop_layers", "num_layers_per_virtual_pipeline_stage")
 
-_SHARED, _ENGINE = "megatron_training.", "generate_config."
+_SHARED, _ENGINE, _RESOURCE = "megatron_training.", "generate_config.", "rl_config.actor_resource."
 
 _Values = dict[str, object]
 #: verdict, class of seconds, number of parallel sizes that change, seconds
@@ -44,12 +43,14 @@ class Shrinker:
     Attributes:
         run: the run on all its devices.
         config_name, config_dir, overrides: its run file, as `load_run_config` takes them.
+        resolve: `run.models.resolve_run`, which imports torch.
     """
 
     run: Run
     config_name: str
     config_dir: str | None
     overrides: Sequence[str]
+    resolve: Callable[[RunConfig, int], Run]
 
     def __call__(self, num_devices: int, num_nodes: int) -> tuple[Run, list[str]]:
         """Return the run on so many devices or fewer, in the same run folder, and the keys that differ as "key=value".
@@ -61,7 +62,7 @@ class Shrinker:
         tree = apply_values(compose(directory, name, list(self.overrides)), {"run_dir": str(self.run.folder)})
         values = find_layout(self.run, num_devices=num_devices, num_nodes=num_nodes)
         cfg = build_run_config(apply_values(tree, values), config_name=name, config_dir=str(directory))
-        return resolve_run(cfg, num_nodes), [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        return self.resolve(cfg, num_nodes), [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def find_layout(run: Run, *, num_devices: int, num_nodes: int) -> _Values:
@@ -189,9 +190,11 @@ def _apply(run: Run, values: _Values) -> RunConfig:
     made = {id(role): dataclasses.replace(role, **sizes) for role in roles.values()}
     changed: dict[str, Any] = {name: made[id(role)] for name, role in roles.items()}
     set_keys = dict(cfg.set_keys)
-    if (rl := cfg.rl_config) is not None and (count := values.get("rl_config.actor_resource.num_npus")) is not None:
-        resource = dataclasses.replace(rl.actor_resource, num_npus=count)
-        changed["rl_config"] = dataclasses.replace(rl, actor_resource=resource)
+    resource: dict[str, Any] = {
+        name.removeprefix(_RESOURCE): value for name, value in values.items() if name.startswith(_RESOURCE)
+    }
+    if (rl := cfg.rl_config) is not None and resource:
+        changed["rl_config"] = dataclasses.replace(rl, actor_resource=dataclasses.replace(rl.actor_resource, **resource))
     engine: dict[str, Any] = {
         name.removeprefix(_ENGINE): value for name, value in values.items() if name.startswith(_ENGINE)
     }

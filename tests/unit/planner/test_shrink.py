@@ -9,6 +9,7 @@ from mindspeed_rl.planner import shrink
 from mindspeed_rl.planner.shrink import Shrinker, find_layout
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.models import resolve_run
 from mindspeed_rl.run.rules.validation import validate
 
 
@@ -66,7 +67,7 @@ def test_the_run_is_the_one_that_its_keys_make_by_hand(tmp_path_factory: pytest.
     changes = ["rl_config.actor_resource.num_npus=4", f"run_dir={folder}", "model.tiny_qwen25.num_layers=4"]
     changes.append("actor_config.load=null")
     run = load("grpo_tiny_cpu", 2, *changes)
-    shrunk, keys = Shrinker(run, "grpo_tiny_cpu", None, changes)(2, 1)
+    shrunk, keys = Shrinker(run, "grpo_tiny_cpu", None, changes, resolve_run)(2, 1)
     by_hand = load("grpo_tiny_cpu", 1, *changes, *keys)
     assert shrunk.folder == run.folder and shrunk.num_nodes == 1 and shrunk.placement == by_hand.placement
     assert shrunk.plan == by_hand.plan and shrunk.config.actor_config == by_hand.config.actor_config
