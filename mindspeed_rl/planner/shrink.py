@@ -60,13 +60,13 @@ class Shrinker:
         """
         directory, name = locate(self.config_name, self.config_dir)
         tree = apply_values(compose(directory, name, list(self.overrides)), {"run_dir": str(self.run.folder)})
-        values = find_layout(self.run, num_devices=num_devices, num_nodes=num_nodes)
+        values, nodes = find_layout(self.run, num_devices=num_devices, num_nodes=num_nodes)
         cfg = build_run_config(apply_values(tree, values), config_name=name, config_dir=str(directory))
-        return self.resolve(cfg, num_nodes), [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        return self.resolve(cfg, nodes), [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def find_layout(run: Run, *, num_devices: int, num_nodes: int) -> _Values:
-    """Return the keys of the fastest layout on the devices that are left; batch sizes and all else stay as they are.
+def find_layout(run: Run, *, num_devices: int, num_nodes: int) -> tuple[_Values, int]:
+    """Return the keys of the fastest layout on the devices that are left, and its nodes; all other keys stay as they are.
 
     Devices that are dedicated to other roles keep them. Where no layout has all devices, whole nodes stay idle, or devices of
     the last one. Of layouts whose seconds are within 5 % the one that changes the fewest sizes is taken.
@@ -81,15 +81,15 @@ def find_layout(run: Run, *, num_devices: int, num_nodes: int) -> _Values:
     """
     device = find_device(run.config)
     dedicated = sum(run.placement.dedicated.values())
-    for count in _list_counts(num_devices - dedicated, num_nodes):
+    for count, nodes in _list_counts(num_devices - dedicated, num_nodes):
         fixed = _choose_engine(run, count)
         ranked = [
             (rank, values)
             for sizes in _list_layouts(run, count)
-            if (rank := _rank(run, values := {**sizes, **fixed}, num_nodes, device)) is not None
+            if (rank := _rank(run, values := {**sizes, **fixed}, nodes, device)) is not None
         ]
         if ranked:
-            return min(ranked, key=lambda entry: entry[0])[1]
+            return min(ranked, key=lambda entry: entry[0])[1], nodes
     others = f", of which other roles have {dedicated}" if dedicated else ""
     raise ValueError(
         f"rl_config.fault_tolerance.shrink: {num_devices} devices on {num_nodes} node(s) are left{others}, and on none of them "
@@ -97,12 +97,12 @@ def find_layout(run: Run, *, num_devices: int, num_nodes: int) -> _Values:
     )
 
 
-def _list_counts(num_devices: int, num_nodes: int) -> list[int]:
-    """Return the numbers of devices to try: all, then those of fewer nodes, then powers of two on one of them."""
+def _list_counts(num_devices: int, num_nodes: int) -> list[tuple[int, int]]:
+    """Return the numbers of devices and of nodes to try: all, then fewer nodes, then powers of two on one of them."""
     each = num_devices // num_nodes
-    nodes = [each * count for count in range(num_nodes, 0, -1)]
-    powers = [1 << exponent for exponent in range(each.bit_length(), -1, -1) if 1 << exponent < each]
-    return list(dict.fromkeys(count for count in (num_devices, *nodes, *powers) if count > 0))
+    nodes = [(each * count, count) for count in range(num_nodes, 0, -1)]
+    powers = [(1 << exponent, 1) for exponent in range(each.bit_length(), -1, -1) if 1 << exponent < each]
+    return list(dict.fromkeys(entry for entry in ((num_devices, num_nodes), *nodes, *powers) if entry[0] > 0))
 
 
 def _choose_engine(run: Run, count: int) -> _Values:

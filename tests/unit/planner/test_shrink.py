@@ -19,7 +19,8 @@ def load(name: str, num_nodes: int, *changes: str) -> Run:
 
 def test_the_layout_for_fewer_devices_keeps_the_rules_and_the_batch() -> None:
     run = load("grpo_qwen25_7b_A3", 2)
-    values = find_layout(run, num_devices=8, num_nodes=1)
+    values, nodes = find_layout(run, num_devices=8, num_nodes=1)
+    assert nodes == 1
     changed = load("grpo_qwen25_7b_A3", 1, *(f"{key}={'null' if value is None else value}" for key, value in values.items()))
     assert validate(changed) == [] and changed.placement.num_devices == 8
     before, after = run.plan, changed.plan
@@ -36,15 +37,22 @@ def test_the_layout_for_fewer_devices_keeps_the_rules_and_the_batch() -> None:
 def test_devices_that_no_layout_divides_stay_idle() -> None:
     # 7 devices: 28 heads, 28 layers and batches of powers of two leave 4 of them
     run = load("grpo_qwen25_7b_A3", 1, "rl_config.actor_resource.num_npus=8")
-    values = find_layout(run, num_devices=5, num_nodes=1)
+    values, _ = find_layout(run, num_devices=5, num_nodes=1)
     assert values["rl_config.actor_resource.num_npus"] == 4
+
+
+def test_nodes_whose_devices_no_layout_divides_stay_idle() -> None:
+    # 24 devices on 3 nodes: 512 responses cannot be shared by 3, 6, 12 or 24 replicas, nor 28 heads or layers by 3
+    run = load("grpo_qwen25_7b_A3", 4, "rl_config.actor_resource.num_npus=32", "actor_config.micro_batch_size=1")
+    values, nodes = find_layout(run, num_devices=24, num_nodes=3)
+    assert (values["rl_config.actor_resource.num_npus"], nodes) == (16, 2)
 
 
 def test_dedicated_devices_stay_with_their_roles() -> None:
     servers = ["rl_config.use_integrated_worker=false", "rl_config.trainer_mode=async"]
     servers.append("rl_config.rollout_resource={num_npus: 8}")
     run = load("grpo_qwen25_7b_A3", 3, *servers)
-    values = find_layout(run, num_devices=16, num_nodes=2)
+    values, _ = find_layout(run, num_devices=16, num_nodes=2)
     assert values["rl_config.actor_resource.num_npus"] == 8
     assert "generate_config.infer_tensor_parallel_size" not in values
     with pytest.raises(ValueError, match="8 devices on 1 node.s. are left, of which other roles have 8"):
@@ -52,9 +60,10 @@ def test_dedicated_devices_stay_with_their_roles() -> None:
 
 
 @pytest.mark.parametrize(("num_devices", "num_nodes", "counts"), [
-    (24, 3, [24, 16, 8, 4, 2, 1]), (5, 1, [5, 4, 2, 1]), (1, 1, [1]), (6, 2, [6, 3, 2, 1]), (0, 1, []),
+    (24, 3, [(24, 3), (16, 2), (8, 1), (4, 1), (2, 1), (1, 1)]), (5, 1, [(5, 1), (4, 1), (2, 1), (1, 1)]), (1, 1, [(1, 1)]),
+    (6, 2, [(6, 2), (3, 1), (2, 1), (1, 1)]), (0, 1, []),
 ])  # fmt: skip
-def test_whole_nodes_are_tried_before_parts_of_one(num_devices: int, num_nodes: int, counts: list[int]) -> None:
+def test_whole_nodes_are_tried_before_parts_of_one(num_devices: int, num_nodes: int, counts: list[tuple[int, int]]) -> None:
     assert shrink._list_counts(num_devices, num_nodes) == counts
 
 
