@@ -71,8 +71,8 @@ class SupervisedTrainer(TrainingLoop):
         self.collect(reports)
 
     def _ends_early(self, iteration: int) -> bool:
-        """Return True, with this iteration saved, after SIGTERM while iterations are left."""
-        if iteration == self.train_iters or not self.termination.requested:
+        """Return True, with this iteration saved, after SIGTERM or for a restart while iterations are left."""
+        if iteration == self.train_iters or not self.termination.ends_loop:
             return False
         self.termination.ends_early = True
         is_saved = self._is_due(iteration, self.config.save_interval, bool(self.config.save))
