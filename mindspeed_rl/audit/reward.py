@@ -50,13 +50,13 @@ class Response:
         kind: honest, wrong, cheat or mutation.
         name: title of the cheat or mutation, or the form of an honest answer.
         variant: index among those of a name.
-        text: the response.
+        orders: the response, or the same with its answers in several orders, of which the worst counts.
     """
 
     kind: str
     name: str
     variant: int
-    text: str
+    orders: tuple[str, ...]
 
 
 #: title of a model's own responses
@@ -249,7 +249,7 @@ def commits_to(response: str, label: str | None) -> bool:
 
 
 def ends_with(response: str, label: str | None) -> bool:
-    """Return True where the final answer of a response in prose is the label: the stricter check of a model's samples."""
+    """Return True where the final answer of a response in prose is the label: the stricter check of texts with one last answer."""
     if label is None or commits_to(response, label):
         return label is not None
     return _to_plain(extract_final_answer(remove_thought(response))) == _to_plain(label)
@@ -369,7 +369,7 @@ def audit_reward(
             # without an answer as its label nothing tells an honest sample from another
             for case in cases:
                 texts = () if case.answer is None else samples[case.where]
-                responses[case.where] += [Response("cheat", SAMPLE, index, text) for index, text in enumerate(texts)]
+                responses[case.where] += [Response("cheat", SAMPLE, index, (text,)) for index, text in enumerate(texts)]
         report(f"{sum(map(len, responses.values())):,} responses to {len(cases)} rows")
         scored = _score_all(scorer, cases, responses)
         ways = {case.where: _find_way(scored[case.where]) for case in cases}
@@ -420,30 +420,41 @@ def _list_responses(case: Case, name: str) -> list[Response]:
     # a cheat must not see what else is in the label
     blind = form if name != WHOLE else FORMS[next(iter(FORMS))]
     if (answer := case.answer) is not None:
-        responses.append(Response("honest", "", 0, form(answer)))
-        responses.append(Response("wrong", "", 0, form(make_wrong(answer))))
+        responses.append(Response("honest", "", 0, (form(answer),)))
+        responses.append(Response("wrong", "", 0, (form(make_wrong(answer)),)))
         for mutation in MUTATIONS:
             changed = mutation.change(answer)
             if changed is not None and changed != answer:
-                responses.append(Response("mutation", mutation.title, 0, form(changed)))
+                responses.append(Response("mutation", mutation.title, 0, (form(changed),)))
     for cheat, used in (*((cheat, blind) for cheat in CHEATS), *((cheat, form) for cheat in LABEL_CHEATS)):
-        texts = dict.fromkeys(cheat.write(case, used))
-        responses += [Response("cheat", cheat.title, index, text) for index, text in enumerate(texts)]
+        attempts = dict.fromkeys((one,) if isinstance(one, str) else one for one in cheat.write(case, used))
+        responses += [Response("cheat", cheat.title, index, orders) for index, orders in enumerate(attempts)]
     return responses
 
 
 Scored = list[tuple[Response, float]]
-_IN_PAIRS = frozenset(cheat.title for cheat in LABEL_CHEATS if cheat.in_pairs)
+Check = Callable[[str, str | None], bool]
 
 
 def _score_all(scorer: _Scorer, cases: Sequence[Case], responses: Mapping[str, list[Response]]) -> dict[str, Scored]:
-    pairs = [(case, response) for case in cases for response in responses[case.where]]
-    scores = scorer.score([(case, response.text) for case, response in pairs])
+    attempts = [(case, response) for case in cases for response in responses[case.where]]
+    rewards = _score_worst(scorer, [(case, response.orders) for case, response in attempts])
     scored: dict[str, Scored] = {case.where: [] for case in cases}
-    for (case, response), score in zip(pairs, scores):
-        if score is not None:
-            scored[case.where].append((response, score))
+    for (case, response), reward in zip(attempts, rewards):
+        if reward is not None:
+            scored[case.where].append((response, reward))
     return scored
+
+
+def _score_worst(scorer: _Scorer, attempts: Sequence[tuple[Case, tuple[str, ...]]]) -> list[float | None]:
+    """Return the lowest reward of the orders of each response; None where one of them has none."""
+    scores = iter(scorer.score([(case, text) for case, orders in attempts for text in orders]))
+    worst = list[float | None]()
+    for _, orders in attempts:
+        rewards = [next(scores) for _ in orders]
+        known = [reward for reward in rewards if reward is not None]
+        worst.append(min(known) if len(known) == len(rewards) else None)
+    return worst
 
 
 def _find_way(scored: Scored) -> tuple[float, float]:
@@ -456,23 +467,16 @@ def _find_way(scored: Scored) -> tuple[float, float]:
     return min(scores, default=0.0), max(scores, default=0.0)
 
 
-def _is_cheat(case: Case, text: str, score: float, way: tuple[float, float], *, sampled: bool = False) -> bool:
-    """Return True for a response that earns half of the way and does not pass the stricter check; see `ends_with`."""
+def _is_cheat(case: Case, orders: Sequence[str], score: float, way: tuple[float, float], accepts: Check) -> bool:
+    """Return True for a response that earns half of the way and does not pass the stricter check in any order."""
     low, high = way
-    accepts = ends_with if sampled else commits_to
-    return high > low and score >= low + _GAIN * (high - low) and not accepts(text, case.answer)
+    is_paid = high > low and score >= low + _GAIN * (high - low)
+    return is_paid and not any(accepts(text, case.answer) for text in orders)
 
 
-def _pair(scored: Scored) -> Scored:
-    """Return the responses with their rewards, those of cheats that come in pairs with what the worse half earns."""
-    halves: dict[tuple[str, int], list[float]] = {}
-    for response, score in scored:
-        if response.name in _IN_PAIRS:
-            halves.setdefault((response.name, response.variant // 2), []).append(score)
-    return [
-        (response, min(halves.get((response.name, response.variant // 2), [score])) if response.name in _IN_PAIRS else score)
-        for response, score in scored
-    ]
+def _choose_check(kind: str, orders: Sequence[str]) -> Check:
+    """Return the stricter check of a response: a text with one last answer is not tricked by a label that this happens to be."""
+    return ends_with if kind == "cheat" and len(orders) == 1 else commits_to
 
 
 def _count(
@@ -481,11 +485,11 @@ def _count(
     groups = {"cheat": audit.cheats, "mutation": audit.mutations}
     for case in cases:
         way = ways[case.where]
-        for response, score in _pair(scored[case.where]):
+        for response, score in scored[case.where]:
             if response.kind in groups:
                 outcome = groups[response.kind].setdefault(response.name, Outcome())
-                is_cheat = _is_cheat(case, response.text, score, way, sampled=response.name == SAMPLE)
-                outcome.add(case.where, response.text, score, cheats=is_cheat)
+                is_cheat = _is_cheat(case, response.orders, score, way, _choose_check(response.kind, response.orders))
+                outcome.add(case.where, response.orders[0], score, cheats=is_cheat)
 
 
 def _search(
@@ -498,13 +502,13 @@ def _search(
 ) -> None:
     """Combine the responses that earn most without a label, and keep combinations that earn more than their parts."""
     known = {cheat.title for cheat in CHEATS} | {SAMPLE}
-    texts: dict[tuple[str, ...], dict[str, str]] = {}
+    texts: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {}
     means: dict[tuple[str, ...], list[float]] = {}
     for case in cases:
         for response, score in scored[case.where]:
             if response.name in known:
                 key = (f"{response.name} {response.variant + 1}",)
-                texts.setdefault(key, {})[case.where] = response.text
+                texts.setdefault(key, {})[case.where] = response.orders
                 means.setdefault(key, []).append(_gain(score, ways[case.where]))
     gains = {key: statistics.fmean(values) for key, values in means.items() if len(values) == len(cases)}
     for turn in range(_ROUNDS):
@@ -512,8 +516,8 @@ def _search(
         new = {one + other: (one, other) for one, other in permutations(best, 2) if one + other not in texts}
         report(f"search, round {turn + 1}: {len(new)} combinations")
         for key, (one, other) in new.items():
-            texts[key] = {case.where: f"{texts[one][case.where]}\n{texts[other][case.where]}" for case in cases}
-            scores = scorer.score([(case, texts[key][case.where]) for case in cases])
+            texts[key] = {case.where: _join(texts[one][case.where], texts[other][case.where]) for case in cases}
+            scores = _score_worst(scorer, [(case, texts[key][case.where]) for case in cases])
             rewards = [(case, score) for case, score in zip(cases, scores) if score is not None]
             if len(rewards) < len(cases):
                 continue
@@ -522,10 +526,14 @@ def _search(
                 continue
             outcome = audit.cheats.setdefault(f"together: {' + '.join(key)}", Outcome())
             for case, score in rewards:
-                text = texts[key][case.where]
-                sampled = any(part.startswith(SAMPLE) for part in key)
-                is_cheat = _is_cheat(case, text, score, ways[case.where], sampled=sampled)
-                outcome.add(case.where, text, score, cheats=is_cheat)
+                orders = texts[key][case.where]
+                is_cheat = _is_cheat(case, orders, score, ways[case.where], _choose_check("cheat", orders))
+                outcome.add(case.where, orders[0], score, cheats=is_cheat)
+
+
+def _join(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """Return two responses in one, in as many orders as the longer of them has."""
+    return tuple(f"{one[place % len(one)]}\n{other[place % len(other)]}" for place in range(max(len(one), len(other))))
 
 
 def _gain(score: float, way: tuple[float, float]) -> float:

@@ -72,6 +72,31 @@ def test_a_clean_twin_passes(audit: Audit, functions: str) -> None:
     assert found["honest"]["reward"] > found["honest"]["wrong"]
 
 
+#: rows whose label has the place in a list of answers that a reward may read
+PLACED = [
+    *({"prompt": f"Of {a}, {b} and {c}: which?", "labels": label} for a, b, c, label in
+      (("15", "25", "20", "20"), ("15", "25", "20", "15"), ("7", "9", "100", "100"), ("10", "8", "9", "10"), ("0", "5", "6", "0"))),
+    *({"prompt": "A) 3 B) 4 C) 5 D) 6 E) 7", "labels": label} for label in "AE"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "functions",
+    ["last_box", "first_number", pytest.param("acc", marks=pytest.mark.slow), pytest.param("gsm8k_flexible", marks=pytest.mark.slow)],
+)
+def test_a_list_of_answers_whose_last_or_first_is_the_label_is_no_cheat(audit: Audit, functions: str) -> None:
+    rows = PLACED if functions in ("last_box", "first_number") else PLACED[:5]
+    _, found = attack(audit, functions, "--rows=7", rows=rows)
+    paid = {title for title, one in found["cheats"].items() if one["cheated"]}
+    assert paid <= ({HEDGE} if functions == "gsm8k_flexible" else set()), {title: found["cheats"][title] for title in paid}
+
+
+def test_a_list_of_answers_is_a_cheat_where_any_of_them_counts(audit: Audit) -> None:
+    _, found = attack(audit, "any_box", "--rows=7", rows=PLACED)
+    assert found["cheats"]["every number of the prompt"]["cheated"] == 5 and found["cheats"]["all choices"]["cheated"] == 2
+    assert attack(audit, "anywhere", "--rows=5", rows=PLACED[:5])[1]["cheats"]["the prompt copied"]["cheated"] == 5
+
+
 def test_a_label_that_ends_with_its_answer_is_an_honest_answer_as_a_whole(audit: Audit) -> None:
     rows = [{**row, "labels": f"I add the two.\n#### {row['labels']}"} for row in ROWS]
     code, found = attack(audit, "exact_match", rows=rows)
