@@ -249,7 +249,7 @@ def commits_to(response: str, label: str | None) -> bool:
 
 
 def ends_with(response: str, label: str | None) -> bool:
-    """Return True where the final answer of a response in prose is the label: the stricter check of texts with one last answer."""
+    """Return True where the final answer of a response in prose is the label: the stricter check of single texts."""
     if label is None or commits_to(response, label):
         return label is not None
     return _to_plain(extract_final_answer(remove_thought(response))) == _to_plain(label)
@@ -335,6 +335,12 @@ def select_functions(run: Run) -> tuple[list[str], list[float], list[str]]:
     return names, weights, skipped
 
 
+def make_settings(run: Run) -> RewardSettings:
+    """Return the settings of a run's rewards for an audit, which counts failures itself."""
+    settings = RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit)
+    return replace(settings, reward_failure_limit=1.0, reward_failure_policy="drop")
+
+
 def audit_reward(
     run: Run,
     cases: Sequence[Case],
@@ -356,9 +362,7 @@ def audit_reward(
         ValueError: a function does not load, or scores no response of the first row.
     """
     names, weights, skipped = select_functions(run)
-    settings = RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit)
-    # failures are counted here
-    settings = replace(settings, reward_failure_limit=1.0, reward_failure_policy="drop")
+    settings = make_settings(run)
     audit = RewardAudit(names, skipped, num_rows=len(cases))
     with RewardPool(names, weights, settings=settings) as pool:
         scorer = _Scorer(run, pool, tokenizer, columns or {})
@@ -475,7 +479,7 @@ def _is_cheat(case: Case, orders: Sequence[str], score: float, way: tuple[float,
 
 
 def _choose_check(kind: str, orders: Sequence[str]) -> Check:
-    """Return the stricter check of a response: a text with one last answer is not tricked by a label that this happens to be."""
+    """Return the stricter check of a response: a single text whose last answer happens to be the label is right by chance."""
     return ends_with if kind == "cheat" and len(orders) == 1 else commits_to
 
 

@@ -30,6 +30,7 @@ _USAGE = """usage: mindspeed-rl audit <kind> --config-name RUN [options] [key=va
 
 kinds:
   reward  cheats and wrong answers that the reward functions of the run would pay for
+  judges  agreement of several judges about responses of a file, and with the marks of people
   data    duplicates, overlap with the evaluation sets, labels that no response can match, prompts that are cut
 
 mindspeed-rl audit <kind> --help shows the options of one."""
@@ -226,7 +227,53 @@ def _audit_reward(argv: list[str]) -> int:
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
 
 
-_AUDITS: dict[str, Callable[[list[str]], int]] = {"reward": _audit_reward, "data": _audit_data}
+def _audit_judges(argv: list[str]) -> int:
+    parser = _make_parser(
+        "judges",
+        "Ask the judge of a run and further ones about the responses of a file; print how far they agree with each other and"
+        " with people. Needs no model and no device.",
+    )
+    parser.add_argument(
+        "--responses", required=True, metavar="FILE", help="rows with prompt and response, perhaps label, columns and marks"
+    )
+    parser.add_argument(
+        "--judge", action="append", default=[], metavar="[MODEL@]URL", help="a further judge; may be given several times"
+    )
+    parser.add_argument("--human", metavar="COLUMN", help="marks of people: true or false, or a list of these per criterion")
+    parser.add_argument(
+        "--threshold", type=float, default=0.5, help="score from which a judge finds a response right; default 0.5"
+    )
+    parser.add_argument(
+        "--bound", type=float, default=0.667, help="smallest alpha of the judges, and kappa of each with people; default 0.667"
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    bound = _read_bound(parser, arguments.bound)
+    if not 0 < arguments.threshold <= 1:
+        parser.error(f"--threshold {arguments.threshold:g} must be above 0 and at most 1")
+    run = _read_run(arguments)
+    # by name: the check of an address imports torch
+    names = (
+        "judges:make_panel_settings",
+        "judges:read_judged_rows",
+        "judges:ask_judges",
+        "judges:JudgeAudit",
+        "reward:make_settings",
+    )
+    make_panel_settings, read_judged_rows, ask_judges, judge_audit, make_settings = (
+        registry.load(f"mindspeed_rl.audit.{name}", "audit") for name in names
+    )
+    panel = make_panel_settings(make_settings(run), arguments.judge)
+    if len(panel) < 2 and arguments.human is None:
+        parser.error("one judge agrees with itself; name a second one by --judge, or people's marks by --human")
+    check_server = registry.load("mindspeed_rl.run.machine:check_server", "audit")
+    for settings in panel:
+        check_server(settings.judge_url, "--judge")
+    rows = read_judged_rows(arguments.responses, arguments.human)
+    audit = judge_audit(rows, ask_judges(panel, rows, print_status), arguments.threshold)
+    return _finish(arguments, audit.describe(bound), audit.encode(bound))
+
+
+_AUDITS: dict[str, Callable[[list[str]], int]] = {"reward": _audit_reward, "judges": _audit_judges, "data": _audit_data}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -76,6 +76,7 @@ class JudgeForm:
 
     Attributes:
         scores: of the last requests; equal ones, as groups of like responses make them, get theirs from here.
+        verdicts: of the last requests about a rubric: whether each criterion is met.
     """
 
     def __init__(self, settings: RewardSettings) -> None:
@@ -96,6 +97,7 @@ class JudgeForm:
         if settings.judge_parser is not None:
             self._parse = registry.load(settings.judge_parser, "rl_config.judge_parser")
         self.scores: dict[str, Score] = {}
+        self.verdicts: dict[str, tuple[bool, ...]] = {}
         #: criteria of the last requests
         self._criteria: dict[str, tuple[Criterion, ...]] = {}
 
@@ -137,9 +139,11 @@ class JudgeForm:
             score = self._parse(reply)
         else:
             try:
-                score = score_verdicts(criteria, read_verdicts(reply, len(criteria)))
+                verdicts = read_verdicts(reply, len(criteria))
             except RubricError as error:
                 raise JudgeError(str(error)) from None
+            score = score_verdicts(criteria, verdicts)
+            _remember(self.verdicts, text, tuple(verdicts))
         _remember(self.scores, text, score)
         return score
 

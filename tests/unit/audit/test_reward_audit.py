@@ -74,16 +74,16 @@ def test_a_clean_twin_passes(audit: Audit, functions: str) -> None:
 
 #: rows whose label has the place in a list of answers that a reward may read
 PLACED = [
-    *({"prompt": f"Of {a}, {b} and {c}: which?", "labels": label} for a, b, c, label in
-      (("15", "25", "20", "20"), ("15", "25", "20", "15"), ("7", "9", "100", "100"), ("10", "8", "9", "10"), ("0", "5", "6", "0"))),
+    *({"prompt": f"Of {numbers}: which?", "labels": label} for numbers, label in
+      (("15, 25, 20", "20"), ("15, 25, 20", "15"), ("7, 9, 100", "100"), ("10, 8, 9", "10"), ("0, 5, 6", "0"))),
     *({"prompt": "A) 3 B) 4 C) 5 D) 6 E) 7", "labels": label} for label in "AE"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "functions",
-    ["last_box", "first_number", pytest.param("acc", marks=pytest.mark.slow), pytest.param("gsm8k_flexible", marks=pytest.mark.slow)],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("acc", "gsm8k_flexible")]
+
+
+@pytest.mark.parametrize("functions", ["last_box", "first_number", *SLOW])
 def test_a_list_of_answers_whose_last_or_first_is_the_label_is_no_cheat(audit: Audit, functions: str) -> None:
     rows = PLACED if functions in ("last_box", "first_number") else PLACED[:5]
     _, found = attack(audit, functions, "--rows=7", rows=rows)
