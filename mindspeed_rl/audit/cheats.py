@@ -16,6 +16,8 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _ANSWER = re.compile(rf"{_NUMBER.pattern}|\b[A-J]\b(?=\s*[).:])|\b(?:yes|no|true|false)\b|[是否]", re.IGNORECASE)
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 _CALLED = re.compile(r"assert\s+(\w+)\(|candidate|\bdef\s+(\w+)\(")
+#: beginning of a label that is a test
+_TESTS = re.compile(r"\s*(?:assert\s|def\s+\w+\s*\(|class\s+\w+|import\s+\w+\s*$|from\s+[\w.]+\s+import\s)", re.MULTILINE)
 _OPPOSITES = {"yes": "no", "true": "false", "是": "否", "对": "错"} | {"no": "yes", "false": "true", "否": "是", "错": "对"}
 #: words of a text that says nothing, and numbers that are listed
 _MANY, _LISTED = 2000, 101
@@ -44,7 +46,7 @@ class Case:
     @property
     def answer(self) -> str | None:
         """The answer that a model would write: what follows ####, else the label; None where the label is not an answer."""
-        if self.label is None or not self.label.strip() or self.label.lstrip()[0] in "{[":
+        if self.label is None or not self.label.strip() or self.label.lstrip()[0] in "{[" or _TESTS.match(self.label):
             return None
         return self.label.rpartition("####")[2].strip() or None
 

@@ -1,13 +1,15 @@
 """The audit of a run's reward functions: what a cheat would earn next to an honest answer.
 
 Responses are scored by the run's own functions, weights, penalties and limits, in the pool of processes that the trainer uses.
-A response cheats where it earns at least half of the way from a wrong answer to the honest one, while a stricter check does not
-accept it: the final answer is the label and nothing else. Where no label is an answer (word counts, tests, judges), the way is
-that from the lowest to the highest reward that any response has got.
+A response cheats where it earns at least half of the way from a wrong answer to the honest one, while no stricter check
+accepts it: the final answer is the label and nothing else, or the functions, the judge or the environment of the group `audit`
+give half of their full score. Where no label is an answer (word counts, tests, judges), the way is that from the lowest to the
+highest reward that any response has got.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import re
@@ -21,12 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.audit.cheats import CHEATS, FORMS, LABEL_CHEATS, MUTATIONS, WHOLE, Case, bind_form, make_wrong
 from mindspeed_rl.audit.report import AuditReport, Section
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.rewards.answers.extraction import extract_final_answer
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.audit_rewards import derive_audit_rewards
 from mindspeed_rl.run.machine import check_server
 from mindspeed_rl.thoughts import remove_thought
+from mindspeed_rl.tools.environment_check import ENVIRONMENT_CHECK, TURNS, is_playable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
 _GAIN = 0.5
 #: rounds of the search, and responses that are combined in one
 _ROUNDS, _COMBINED = 2, 5
+#: turns of an episode without a limit
+_TURNS = 8
 #: characters of an example
 _SHOWN = 160
 _BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -266,6 +273,8 @@ class _Scorer:
     def __init__(self, run: Run, pool: RewardPool, tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any]) -> None:
         self._pool, self._tokenizer, self._columns = pool, tokenizer, columns
         self._limit, self._reads_output = run.config.response_limit, run.rl.verifier_reads == "output"
+        # an environment of several turns gets the same text again, until its episode ends
+        self._num_turns = (run.rl.max_turns or _TURNS) if run.rl.multi_turn_enable else 1
         self.num_responses = 0
         self._failures: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
@@ -303,7 +312,12 @@ class _Scorer:
             prompt_ids=case.prompt_ids,
             response_ids=ids,
             label=case.label,
-            columns={**case.columns, **self._columns, **({"output": text} if self._reads_output else {})},
+            columns={
+                **case.columns,
+                **self._columns,
+                **({"output": text} if self._reads_output else {}),
+                **({TURNS: [text] * self._num_turns} if self._num_turns > 1 else {}),
+            },
             truncated=is_cut,
             max_response_length=self._limit,
         )
@@ -328,16 +342,23 @@ def select_functions(run: Run) -> tuple[list[str], list[float], list[str]]:
         skipped.append("the judge that the run serves: its model is loaded with the run; audit it with rl_config.judge_url.")
     if run.config.reward_config is not None:
         skipped.append("the reward model: it needs a device.")
-    if run.rl.agent_loop_name in ("environment", "program"):
-        skipped.append("rewards of the environment: only the reward functions read the responses here.")
+    if is_playable(run.rl):
+        names.append(ENVIRONMENT_CHECK)
+        weights.append(run.rl.trajectory_reward_weight)
+    elif run.rl.agent_loop_name in ("environment", "program", "roles"):
+        skipped.append("rewards of the environment: it plays samples itself, and judges no response of another one.")
     if not names:
         raise ValueError(f"audit reward: no reward function of this run can be audited here. {' '.join(skipped)}".strip())
     return names, weights, skipped
 
 
-def make_settings(run: Run) -> RewardSettings:
-    """Return the settings of a run's rewards for an audit, which counts failures itself."""
-    settings = RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit)
+def make_settings(run: Run, rewards: RLConfig | None = None) -> RewardSettings:
+    """Return the settings of rewards for an audit, which counts failures itself.
+
+    Args:
+        rewards: keys of the rewards; None for those of the run.
+    """
+    settings = RewardSettings.from_config(rewards or run.rl, max_tokens=run.config.response_limit)
     return replace(settings, reward_failure_limit=1.0, reward_failure_policy="drop")
 
 
@@ -362,10 +383,12 @@ def audit_reward(
         ValueError: a function does not load, or scores no response of the first row.
     """
     names, weights, skipped = select_functions(run)
-    settings = make_settings(run)
-    audit = RewardAudit(names, skipped, num_rows=len(cases))
-    with RewardPool(names, weights, settings=settings) as pool:
+    shown = ["the environment" if name == ENVIRONMENT_CHECK else name for name in names]
+    audit = RewardAudit(shown, skipped, num_rows=len(cases))
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(RewardPool(names, weights, settings=make_settings(run)))
         scorer = _Scorer(run, pool, tokenizer, columns or {})
+        strict = _open_strict(run, tokenizer, columns or {}, audit, stack)
         _check_first(scorer, cases[0])
         form = _choose_form(scorer, cases, audit)
         responses = {case.where: _list_responses(case, form) for case in cases}
@@ -377,11 +400,51 @@ def audit_reward(
         report(f"{sum(map(len, responses.values())):,} responses to {len(cases)} rows")
         scored = _score_all(scorer, cases, responses)
         ways = {case.where: _find_way(scored[case.where]) for case in cases}
-        audit.is_flat = all(low == high for low, high in ways.values())
-        _count(audit, cases, scored, ways)
-        _search(audit, scorer, cases, scored, ways, report)
+        is_flat = all(low == high for low, high in ways.values())
+        # without an answer as its label no response is known to be right
+        audit.is_flat = is_flat and any(case.answer is not None for case in cases)
+        if is_flat and not audit.is_flat:
+            skipped.append("honest answers: no label is one, and no response here earns more; --model adds samples.")
+        _count(audit, cases, scored, ways, strict)
+        _search(audit, scorer, cases, scored, ways, strict, report)
         audit.num_responses, audit.failures = scorer.num_responses, scorer.failures
     return audit
+
+
+class _Strict:
+    """The stricter check of the group `audit`, which scores the responses that a reward pays for, each once."""
+
+    def __init__(self, scorer: _Scorer, scale: float) -> None:
+        self._scorer, self._scale = scorer, scale
+        self._known: dict[tuple[str, str], bool] = {}
+
+    def accepts(self, case: Case, text: str) -> bool:
+        """Return True where it gives half of its full score."""
+        key = case.where, text
+        if key not in self._known:
+            (score,) = self._scorer.score([(case, text)])
+            self._known[key] = score is not None and score >= _GAIN * self._scale
+        return self._known[key]
+
+
+def _open_strict(
+    run: Run, tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any], audit: RewardAudit, stack: contextlib.ExitStack
+) -> _Strict | None:
+    """Open the stricter check of a run until the stack is closed; None where it has none, or its judge cannot be reached."""
+    keys = run.config.audit
+    if not keys.has_check:
+        return None
+    if keys.judge_url is not None:
+        try:
+            check_server(keys.judge_url, "audit.judge_url")
+        except ValueError as error:
+            audit.skipped.append(f"the stricter check: {error}")
+            return None
+    rewards = derive_audit_rewards(run.rl, keys)
+    names, weights = select_reward_functions(rewards)
+    settings = replace(make_settings(run, rewards), judge_weight=1.0)
+    pool = stack.enter_context(RewardPool(names, weights, settings=settings))
+    return _Strict(_Scorer(run, pool, tokenizer, columns), math.fsum(weight for weight in weights if weight > 0))
 
 
 def _check_first(scorer: _Scorer, case: Case) -> None:
@@ -471,11 +534,14 @@ def _find_way(scored: Scored) -> tuple[float, float]:
     return min(scores, default=0.0), max(scores, default=0.0)
 
 
-def _is_cheat(case: Case, orders: Sequence[str], score: float, way: tuple[float, float], accepts: Check) -> bool:
-    """Return True for a response that earns half of the way and does not pass the stricter check in any order."""
+def _is_cheat(
+    case: Case, orders: Sequence[str], score: float, way: tuple[float, float], accepts: Check, strict: _Strict | None
+) -> bool:
+    """Return True for a response that earns half of the way and does not pass a stricter check in any order."""
     low, high = way
-    is_paid = high > low and score >= low + _GAIN * (high - low)
-    return is_paid and not any(accepts(text, case.answer) for text in orders)
+    if high <= low or score < low + _GAIN * (high - low):
+        return False
+    return not any(accepts(text, case.answer) or (strict is not None and strict.accepts(case, text)) for text in orders)
 
 
 def _choose_check(kind: str, orders: Sequence[str]) -> Check:
@@ -484,7 +550,11 @@ def _choose_check(kind: str, orders: Sequence[str]) -> Check:
 
 
 def _count(
-    audit: RewardAudit, cases: Sequence[Case], scored: Mapping[str, Scored], ways: Mapping[str, tuple[float, float]]
+    audit: RewardAudit,
+    cases: Sequence[Case],
+    scored: Mapping[str, Scored],
+    ways: Mapping[str, tuple[float, float]],
+    strict: _Strict | None,
 ) -> None:
     groups = {"cheat": audit.cheats, "mutation": audit.mutations}
     for case in cases:
@@ -492,7 +562,9 @@ def _count(
         for response, score in scored[case.where]:
             if response.kind in groups:
                 outcome = groups[response.kind].setdefault(response.name, Outcome())
-                is_cheat = _is_cheat(case, response.orders, score, way, _choose_check(response.kind, response.orders))
+                is_cheat = _is_cheat(
+                    case, response.orders, score, way, _choose_check(response.kind, response.orders), strict
+                )
                 outcome.add(case.where, response.orders[0], score, cheats=is_cheat)
 
 
@@ -502,6 +574,7 @@ def _search(
     cases: Sequence[Case],
     scored: Mapping[str, Scored],
     ways: Mapping[str, tuple[float, float]],
+    strict: _Strict | None,
     report: Callable[[str], None],
 ) -> None:
     """Combine the responses that earn most without a label, and keep combinations that earn more than their parts."""
@@ -531,7 +604,7 @@ def _search(
             outcome = audit.cheats.setdefault(f"together: {' + '.join(key)}", Outcome())
             for case, score in rewards:
                 orders = texts[key][case.where]
-                is_cheat = _is_cheat(case, orders, score, ways[case.where], _choose_check("cheat", orders))
+                is_cheat = _is_cheat(case, orders, score, ways[case.where], _choose_check("cheat", orders), strict)
                 outcome.add(case.where, orders[0], score, cheats=is_cheat)
 
 
