@@ -21,7 +21,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, permutations
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl.audit.agreement import cohen_kappa, percent_agreement
 from mindspeed_rl.audit.cheats import CHEATS, FORMS, LABEL_CHEATS, MUTATIONS, WHOLE, Case, bind_form, make_wrong
+from mindspeed_rl.audit.judges import JudgedRow
 from mindspeed_rl.audit.report import AuditReport, Section
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.rewards.answers.extraction import extract_final_answer
@@ -100,6 +102,67 @@ class Outcome:
                 self.example = where, text, reward
 
 
+@dataclass(frozen=True)
+class MarkedResponses:
+    """Rewards of responses that people have called right or wrong.
+
+    Attributes:
+        places: row of each in its file, and the response.
+        right: what people say.
+        rewards: what the functions give; None where there is no score.
+        full: sum of the positive weights; half of it is paid for.
+    """
+
+    places: Sequence[tuple[str, str]]
+    right: Sequence[bool]
+    rewards: Sequence[float | None]
+    full: float
+
+    @property
+    def paid(self) -> list[bool | None]:
+        """Whether each is paid for."""
+        return [None if reward is None else reward >= _GAIN * self.full for reward in self.rewards]
+
+    def _find(self, right: bool, paid: bool) -> list[int]:
+        return [index for index, each in enumerate(self.paid) if each is paid and self.right[index] is right]
+
+    @property
+    def paid_share(self) -> float:
+        """Share of the wrong responses that are paid for."""
+        return len(self._find(False, True)) / max(1, self.right.count(False))
+
+    def list_sections(self) -> list[Section]:
+        """Return the tables of a report."""
+        percent, kappa = percent_agreement(self.paid, self.right), cohen_kappa(self.paid, self.right)
+        shown = {"wrong, and paid for": self._find(False, True), "right, and not paid for": self._find(True, False)}
+        rows = []
+        for title, found in shown.items():
+            of = self.right.count(title.startswith("right"))
+            shortest = min(found, key=lambda index: len(self.places[index][1]), default=None)
+            example = "" if shortest is None else f"{self.places[shortest][0]}: {_shorten(self.places[shortest][1])!r}"
+            rows.append((title, f"{len(found)} of {of}", example))
+        agreement = [
+            ("responses", str(len(self.right))),
+            ("percent agreement", "undefined" if percent is None else f"{percent:.3f}"),
+            ("Cohen's kappa", "undefined" if kappa is None else f"{kappa:.3f}"),
+        ]
+        return [
+            Section("Agreement with people", ("", ""), agreement),
+            Section("Where people and the reward differ", ("responses", "number", "shortest"), rows),
+        ]
+
+    def encode(self) -> dict[str, object]:
+        """Return plain values."""
+        return {
+            "responses": len(self.right),
+            "percent": percent_agreement(self.paid, self.right),
+            "kappa": cohen_kappa(self.paid, self.right),
+            "wrong_and_paid": len(self._find(False, True)),
+            "right_and_unpaid": len(self._find(True, False)),
+            "paid_share": self.paid_share,
+        }
+
+
 @dataclass
 class RewardAudit:
     """Findings of an audit.
@@ -113,6 +176,7 @@ class RewardAudit:
         failures: kind of failure -> number of responses, and an example.
         num_rows: rows that were attacked.
         is_flat: all responses to a row have earned the same.
+        marked: what responses that people have marked earn; None without such.
     """
 
     functions: list[str]
@@ -125,6 +189,7 @@ class RewardAudit:
     num_rows: int = 0
     num_responses: int = 0
     is_flat: bool = False
+    marked: MarkedResponses | None = None
 
     @property
     def worst(self) -> float:
@@ -139,7 +204,8 @@ class RewardAudit:
 
     def passes(self, bound: float) -> bool:
         """Return True where no cheat and no failure is more frequent than the bound, and rewards tell responses apart."""
-        return self.worst <= bound and self.failed_share <= bound and not self.is_flat
+        tricked = 0.0 if self.marked is None else self.marked.paid_share
+        return max(self.worst, self.failed_share, tricked) <= bound and not self.is_flat
 
     def describe(self, bound: float) -> AuditReport:
         """Return the audit as a report.
@@ -172,6 +238,8 @@ class RewardAudit:
             verdict = "no response to a row earns more than another, not even its label"
         if self.failures:
             verdict += f"; {self.failed_share:.1%} of the responses have no score"
+        if self.marked is not None:
+            verdict += f"; {self.marked.paid_share:.0%} of what people call wrong is paid for"
         return AuditReport(
             f"audit of the reward: {', '.join(self.functions)}",
             verdict,
@@ -193,6 +261,7 @@ class RewardAudit:
                     ],
                     empty="none",
                 ),
+                *([] if self.marked is None else self.marked.list_sections()),
                 Section(
                     "Responses without a score",
                     ("kind", "number", "example"),
@@ -222,6 +291,7 @@ class RewardAudit:
             "mutations": values(self.mutations),
             "failures": {state: count for state, (count, _) in self.failures.items()},
             "worst": self.worst,
+            **({} if self.marked is None else {"marked": self.marked.encode()}),
             "bound": bound,
             "passes": self.passes(bound),
         }
@@ -271,7 +341,7 @@ class _Scorer:
     """Scores responses as the trainer does, and counts those without a score."""
 
     def __init__(self, run: Run, pool: RewardPool, tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any]) -> None:
-        self._pool, self._tokenizer, self._columns = pool, tokenizer, columns
+        self._pool, self.tokenizer, self._columns = pool, tokenizer, columns
         self._limit, self._reads_output = run.config.response_limit, run.rl.verifier_reads == "output"
         # an environment of several turns gets the same text again, until its episode ends
         self._num_turns = (run.rl.max_turns or _TURNS) if run.rl.multi_turn_enable else 1
@@ -299,11 +369,11 @@ class _Scorer:
         return {state: (count, self._examples[state]) for state, count in self._failures.most_common()}
 
     def _make_sample(self, case: Case, text: str) -> RewardSample:
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
         is_cut = len(ids) > self._limit
         if is_cut:  # as generation ends
             ids = ids[: self._limit]
-            decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
+            decoded = self.tokenizer.decode(ids, skip_special_tokens=False)
             assert isinstance(decoded, str)  # a list for a batch
             text = decoded
         return RewardSample(
@@ -369,6 +439,7 @@ def audit_reward(
     *,
     columns: Mapping[str, Any] | None = None,
     samples: Mapping[str, Sequence[str]] | None = None,
+    marked: Sequence[JudgedRow] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> RewardAudit:
     """Attack the reward functions of a run on some of its rows.
@@ -377,6 +448,7 @@ def audit_reward(
         cases: the rows.
         columns: further columns of every response, as an agent loop adds them.
         samples: place of a row -> responses of a model, equally many to each; they are attacks and parts of the search.
+        marked: responses that people have called right or wrong.
         report: takes a line about what is done.
 
     Raises:
@@ -407,8 +479,22 @@ def audit_reward(
             skipped.append("honest answers: no label is one, and no response here earns more; --model adds samples.")
         _count(audit, cases, scored, ways, strict)
         _search(audit, scorer, cases, scored, ways, strict, report)
+        if known := [row for row in marked if row.human is not None]:
+            audit.marked = _score_marked(scorer, known, math.fsum(weight for weight in weights if weight > 0))
         audit.num_responses, audit.failures = scorer.num_responses, scorer.failures
     return audit
+
+
+def _score_marked(scorer: _Scorer, rows: Sequence[JudgedRow], full: float) -> MarkedResponses:
+    """Return what responses of a file earn."""
+    cases = []
+    for row in rows:
+        sample = row.sample
+        prompt_ids = scorer.tokenizer.encode(sample.prompt, add_special_tokens=False)
+        case = Case(row.where, sample.prompt, sample.prompt, prompt_ids, sample.label, sample.columns)
+        cases.append((case, sample.response))
+    places = [(case.where, text) for case, text in cases]
+    return MarkedResponses(places, [row.human == (True,) for row in rows], scorer.score(cases), full or 1.0)
 
 
 class _Strict:

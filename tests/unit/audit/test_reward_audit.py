@@ -191,6 +191,26 @@ def test_the_page_has_the_examples_as_text(audit: Audit, tmp_path: Path) -> None
     assert "&lt;answer&gt;" in page and "<answer>" not in page and "format tags alone" in page and "What to change" in page
 
 
+def test_what_people_call_wrong_must_not_be_paid_for(audit: Audit, tmp_path: Path) -> None:
+    marks = [("27", True), ("27", True), (r"\boxed{27}", True), ("21", False), ("21 or 27", False), ("27 and 9", False)]
+    marks += [("27", None)]
+    rows = [{"prompt": "11 and 16?", "response": text, "label": "27", "human": right} for text, right in marks]
+    file = write_rows(tmp_path / "marked.jsonl", rows)
+    code, found = attack(audit, "exact_match", f"--marked={file}", "--rows=1")
+    assert code == 0 and found["marked"]["responses"] == 6 and found["marked"]["wrong_and_paid"] == 0
+    code, found = attack(audit, "anywhere", f"--marked={file}", "--rows=1", "--bound=1")
+    # paid: all but the 21; of the wrong ones two of three. p_o 4/6, p_e (5 * 3 + 1 * 3) / 36 = 1/2: kappa 1/3
+    assert code == 0 and found["marked"] == {
+        "responses": 6, "percent": pytest.approx(4 / 6), "kappa": pytest.approx(1 / 3), "wrong_and_paid": 2,
+        "right_and_unpaid": 0, "paid_share": pytest.approx(2 / 3),
+    }  # fmt: skip
+    assert attack(audit, "only_box", f"--marked={file}", "--rows=1")[1]["marked"]["right_and_unpaid"] == 2
+    write_rows(file, [{**rows[0], "human": [True, False]}])
+    assert "human must be one mark, not 2" in attack(audit, "anywhere", f"--marked={file}")[1]
+    write_rows(file, [rows[-1]])
+    assert "no row of" in attack(audit, "anywhere", f"--marked={file}")[1]
+
+
 # ---------------------------------------------------------------------- the parts
 
 
