@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
 
 from mindspeed_rl.audit.agreement import cohen_kappa, fleiss_kappa, krippendorff_alpha, percent_agreement
 from mindspeed_rl.audit.report import AuditReport, Section
@@ -85,7 +84,9 @@ def read_judged_rows(path: str, human: str | None) -> list[JudgedRow]:
     return rows
 
 
-def _read_row(row: Mapping[str, Any], where: str, human: str | None) -> JudgedRow:
+def _read_row(row: object, where: str, human: str | None) -> JudgedRow:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where}: a row is an object with prompt and response, not {type(row).__name__}")
     for name in ("prompt", "response"):
         if not isinstance(row.get(name), str):
             raise ValueError(
@@ -288,6 +289,8 @@ class JudgeAudit:
         verdict = f"the smallest alpha or kappa is {min(known, default=0.0):.2f} (bound {bound:g})"
         if len(known) < len(self.list_figures()):
             verdict = f"all verdicts about these {unit} are alike; agreement shows where some are right and some are wrong"
+        if self.failed_share == 1:
+            verdict = f"nothing is scored: {self.panel[0].errors[0]}"
         if self.failed_share:
             verdict += f"; {self.failed_share:.1%} of the replies have no score"
         return AuditReport(

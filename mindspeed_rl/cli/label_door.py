@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from email.message import Message
 from importlib.resources import files
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 
 from mindspeed_rl.observability.labels import ConflictError, Item, LabelFolder, list_items, list_pairs
 from mindspeed_rl.observability.logging import clean_record
@@ -90,7 +91,7 @@ class LabelDoor:
         cleaned: dict[str, Any] = clean_record({"items": shown, "pairs": pairs, "counts": self._marks.count()})
         return cleaned
 
-    def take(self, headers: Message, body: BinaryIO) -> dict[str, Any]:
+    def take(self, headers: Message, body: BufferedIOBase) -> dict[str, Any]:
         """Take a mark, and return its version.
 
         Args:
@@ -123,7 +124,7 @@ class LabelDoor:
             raise RefusedError(507, str(error)) from None
         return {"version": version, "counts": self._marks.count()}
 
-    def _read_body(self, headers: Message, body: BinaryIO) -> Mapping[str, Any]:
+    def _read_body(self, headers: Message, body: BufferedIOBase) -> Mapping[str, Any]:
         if headers.get_content_type() != "application/json":
             raise RefusedError(415, "a mark is application/json")
         length = headers.get("Content-Length", "")

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from mindspeed_rl import registry
 from mindspeed_rl.files import describe_missing
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
+from mindspeed_rl.redaction import hide_in_text
 from mindspeed_rl.rewards.rubric import (
     TEMPLATE,
     Criterion,
@@ -173,7 +174,7 @@ class Judge:
             )
         address = urlsplit(settings.judge_url)
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise ValueError(f"rl_config.judge_url is '{settings.judge_url}'; it must look like http://host:port/v1")
+            raise ValueError(f"rl_config.judge_url is '{hide_in_text(settings.judge_url)}'; it must look like http://host:port/v1")
         self._server = address.netloc.rpartition("@")[2]
         self._url = settings.judge_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._model = settings.judge_model or "default"

@@ -91,6 +91,11 @@ def test_replies_without_a_score_are_counted(judge: Callable[..., tuple[int, Any
     assert "I am silent" in found["judges"][1]["failures"][0]
 
 
+def test_nothing_scored_says_why(judge: Callable[..., tuple[int, Any]]) -> None:
+    code, found = judge("silent", ROWS, "--human=human")
+    assert code == 1 and found["people"] == [{"judge": "silent", "units": 0, "percent": None, "kappa": None}]
+
+
 def test_criteria_are_units_where_the_run_has_a_rubric(judge: Callable[..., tuple[int, Any]]) -> None:
     rows = [{**row, "rubric": ["is right", "has two digits"], "human": [row["human"], True]} for row in ROWS]
     code, found = judge("exact also_exact", rows, "--human=human", "rl_config.judge_rubric=rubric")
@@ -111,6 +116,9 @@ def test_criteria_are_units_where_the_run_has_a_rubric(judge: Callable[..., tupl
         ([{"prompt": "a", "response": "1", "label": "1"}], "no row of"),
         ([{"prompt": "a", "label": "1"}], "row 1: response must be a text"),
         ([{**ROWS[0], "prompt": [{"role": "user"}]}], "row 1: prompt must be a text, not list"),
+        (["[1]"], "row 1: a row is an object with prompt and response, not"),
+        (["3"], "row 1: "),
+        (['{"prompt"'], "row 1: is not valid JSON"),
     ],
 )
 def test_rows_that_cannot_be_compared_are_refused(
@@ -123,8 +131,8 @@ def test_rows_that_cannot_be_compared_are_refused(
 def test_one_judge_alone_and_an_address_without_a_server_are_refused(judge: Callable[..., tuple[int, Any]]) -> None:
     with pytest.raises(SystemExit):
         judge("exact")
-    code, text = judge("", ROWS, "--judge=a@http://127.0.0.1:9/v1", "--human=human")
-    assert code == 2 and "cannot be reached" in text
+    code, text = judge("", ROWS, "--judge=a@http://user:planted@127.0.0.1:9/v1", "--human=human")
+    assert code == 2 and "cannot be reached" in text and "planted" not in text
     code, text = judge("", ROWS, "--judge=no_address", "--human=human")
     assert code == 2 and "must look like http://host:port/v1" in text
     assert "the run has no rl_config.judge_url" in judge("", ROWS, "--human=human")[1]
