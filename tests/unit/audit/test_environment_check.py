@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import build_tokenizer
 from test_reward_audit import HEDGE, LONG, ROWS, THOUGHT, attack, won
 
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
+from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.tools.environment_check import ENVIRONMENT_CHECK, TURNS, check_environment
+from mindspeed_rl.workers.reward_group import SampleReader
 
 Audit = Callable[..., tuple[int, Any]]
 HERE = "environments_with_holes"
@@ -40,6 +43,24 @@ def test_turns_are_played_in_their_order_and_rewards_added() -> None:
     assert score("Points", ["42"], **{TURNS: ["4", "2"]}) == [(2.0, "ok")]
     assert score("Points", ["42"], **{TURNS: ["2", "4"]}) == [(0.0, "ok")]
     assert score("Points", ["4"]) == [(1.0, "ok")]
+
+
+def test_the_turns_of_a_trajectory_are_read_without_what_others_wrote() -> None:
+    tokenizer = build_tokenizer()
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    def sampled(text: str) -> Segment:
+        ids = encode(text)
+        return Segment(ids, (0.0,) * len(ids), (1,) * len(ids), sampled=True)
+
+    context = Segment.from_context(encode("Next digit?"))
+    sequence = TokenSequence(encode("q"), (sampled("<think>4</think>4<|im_end|>"), context, sampled("2")))
+    trajectory = Trajectory((sequence,), "stop", turn_rewards=(0.0, 1.0), metrics={"turns": 2.0})
+    item: Any = {"prompt_ids": list(encode("q")), "label": "42", "columns": {"level": 3}}
+    sample = SampleReader(tokenizer, "last_turn", 100).read_with_turns(item, trajectory)
+    assert sample.columns[TURNS] == ["<think>4</think>4", "2"] and sample.columns["level"] == 3 and sample.response == "2"
 
 
 def test_what_cannot_judge_a_response_is_refused(tmp_path: Path) -> None:
