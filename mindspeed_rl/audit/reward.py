@@ -58,7 +58,7 @@ class Response:
     Attributes:
         kind: honest, wrong, cheat or mutation.
         name: title of the cheat or mutation, or the form of an honest answer.
-        variant: index among those of a name.
+        variant: index among the variants of a name.
         orders: the response, or the same with its answers in several orders, of which the worst counts.
     """
 
@@ -224,7 +224,7 @@ class RewardAudit:
         won = {title: one for title, one in self.cheats.items() if one.cheated}
         won = dict(sorted(won.items(), key=lambda item: -item[1].share))
         known = {cheat.title: cheat.advice for cheat in (*CHEATS, *LABEL_CHEATS)}
-        known[SAMPLE] = "the model finds it without training: compare the final answer alone, and the whole of it."
+        known[SAMPLE] = "the model finds it without training: compare only the final answer, and the whole of it."
         advice = [f"{title}: {known[title]}" for title in won if title in known]
         shown = [one for one in MUTATIONS if one.title in self.mutations and self.mutations[one.title].cheated]
         if any(one.is_wrong for one in shown):

@@ -157,7 +157,7 @@ def _drop_rollouts(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-#: stage of `plan smallest` -> what makes its run file from that of GRPO
+#: stage of `plan smallest` -> what makes its run file from GRPO's
 STAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "SFT with LoRA": lambda tree: _train_adapters(_drop_rollouts(tree)),
     "SFT": _drop_rollouts,
@@ -509,7 +509,7 @@ def _vary_memory(base: _Values, layers: int, pp: int, request: FitRequest) -> It
 
 
 def _save_memory(base: _Values, request: FitRequest, savers: Sequence[_Values], *, streams: bool) -> Iterator[_Values]:
-    """Yield the layout with what saves memory; where memory is that short, larger micro-batches are no choice.
+    """Yield the layout with what saves memory; where memory is that short, larger micro-batches are not a choice.
 
     Args:
         savers: keys of which each variant has one entry.
@@ -520,7 +520,7 @@ def _save_memory(base: _Values, request: FitRequest, savers: Sequence[_Values], 
 
 
 def _save_most(base: _Values, request: FitRequest, *, streams: bool) -> _Values:
-    """Return the layout with the least memory of those of `_save_memory`."""
+    """Return the layout of `_save_memory` that needs the least memory."""
     return list(_save_memory(base, request, _ROUNDING_SAVERS[-1:], streams=streams))[-1]
 
 
