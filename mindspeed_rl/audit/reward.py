@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, permutations
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl.audit.agreement import cohen_kappa, percent_agreement
 from mindspeed_rl.audit.cheats import CHEATS, FORMS, LABEL_CHEATS, MUTATIONS, WHOLE, Case, bind_form, make_wrong
 from mindspeed_rl.audit.judges import JudgedRow
-from mindspeed_rl.audit.report import AuditReport, Section
+from mindspeed_rl.audit.marked import MarkedResponses
+from mindspeed_rl.audit.report import AuditReport, Section, shorten
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.rewards.answers.extraction import extract_final_answer
 from mindspeed_rl.rewards.pool import RewardPool
@@ -44,8 +44,6 @@ _GAIN = 0.5
 _ROUNDS, _COMBINED = 2, 5
 #: turns of an episode without a limit
 _TURNS = 8
-#: characters of an example
-_SHOWN = 160
 _BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LEAD = re.compile(r"(?:####|answer(?: is)?\s*:?|答案[是为：:]*)\s*", re.IGNORECASE)
@@ -100,67 +98,6 @@ class Outcome:
             self.cheated.add(where)
             if self.example is None or len(text) < len(self.example[1]):
                 self.example = where, text, reward
-
-
-@dataclass(frozen=True)
-class MarkedResponses:
-    """Rewards of responses that people have called right or wrong.
-
-    Attributes:
-        places: row of each in its file, and the response.
-        right: what people say.
-        rewards: what the functions give; None where there is no score.
-        full: sum of the positive weights; half of it is paid for.
-    """
-
-    places: Sequence[tuple[str, str]]
-    right: Sequence[bool]
-    rewards: Sequence[float | None]
-    full: float
-
-    @property
-    def paid(self) -> list[bool | None]:
-        """Whether each is paid for."""
-        return [None if reward is None else reward >= _GAIN * self.full for reward in self.rewards]
-
-    def _find(self, right: bool, paid: bool) -> list[int]:
-        return [index for index, each in enumerate(self.paid) if each is paid and self.right[index] is right]
-
-    @property
-    def paid_share(self) -> float:
-        """Share of the wrong responses that are paid for."""
-        return len(self._find(False, True)) / max(1, self.right.count(False))
-
-    def list_sections(self) -> list[Section]:
-        """Return the tables of a report."""
-        percent, kappa = percent_agreement(self.paid, self.right), cohen_kappa(self.paid, self.right)
-        shown = {"wrong, and paid for": self._find(False, True), "right, and not paid for": self._find(True, False)}
-        rows = []
-        for title, found in shown.items():
-            of = self.right.count(title.startswith("right"))
-            shortest = min(found, key=lambda index: len(self.places[index][1]), default=None)
-            example = "" if shortest is None else f"{self.places[shortest][0]}: {_shorten(self.places[shortest][1])!r}"
-            rows.append((title, f"{len(found)} of {of}", example))
-        agreement = [
-            ("responses", str(len(self.right))),
-            ("percent agreement", "undefined" if percent is None else f"{percent:.3f}"),
-            ("Cohen's kappa", "undefined" if kappa is None else f"{kappa:.3f}"),
-        ]
-        return [
-            Section("Agreement with people", ("", ""), agreement),
-            Section("Where people and the reward differ", ("responses", "number", "shortest"), rows),
-        ]
-
-    def encode(self) -> dict[str, object]:
-        """Return plain values."""
-        return {
-            "responses": len(self.right),
-            "percent": percent_agreement(self.paid, self.right),
-            "kappa": cohen_kappa(self.paid, self.right),
-            "wrong_and_paid": len(self._find(False, True)),
-            "right_and_unpaid": len(self._find(True, False)),
-            "paid_share": self.paid_share,
-        }
 
 
 @dataclass
@@ -301,11 +238,7 @@ def _describe(title: str, outcome: Outcome) -> tuple[str, str, str, str]:
     assert outcome.example is not None  # shown only where it cheated
     where, text, reward = outcome.example
     share = f"{len(outcome.cheated)} of {len(outcome.rows)}"
-    return title, share, f"{statistics.fmean(outcome.rewards.values()):.3g}", f"{where}: {_shorten(text)!r} earns {reward:.3g}"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"
+    return title, share, f"{statistics.fmean(outcome.rewards.values()):.3g}", f"{where}: {shorten(text)!r} earns {reward:.3g}"
 
 
 def commits_to(response: str, label: str | None) -> bool:
@@ -356,7 +289,7 @@ class _Scorer:
         for (case, text), result in zip(pairs, results):
             if result.failed:
                 self._failures[result.state] += 1
-                self._examples.setdefault(result.state, f"{case.where}: {_shorten(text)!r}: {_shorten(result.error)}")
+                self._examples.setdefault(result.state, f"{case.where}: {shorten(text)!r}: {shorten(result.error)}")
         return [self._read_total(result) for result in results]
 
     @staticmethod
