@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl import registry
 from mindspeed_rl.checkpoint.model_source import (
     check_weights,
     describe_fresh_head,
@@ -264,8 +265,12 @@ def _check_audit(run: Run, env: Mapping[str, str]) -> None:
     if violations := check_reward_functions(rewards) or dry_run_reward_functions(rewards, env).violations:
         raise ConfigError(re.sub(r"rl_config\.(verifier_function|environment)", r"audit.\1", text) for text in violations)
     if audit.environment is not None:
-        check_environment(audit.environment, "audit.environment")
-        open_environment(read_environment(audit.environment), rewards.external_plugins)
+        registry.search_folders(run.config.plugin_folders)
+        try:
+            check_environment(audit.environment, "audit.environment")
+            open_environment(read_environment(audit.environment), rewards.external_plugins)
+        except ValueError as error:
+            raise ValueError(str(error).replace("rl_config.environment", "audit.environment")) from error
     if audit.judge_prompt is not None:
         JudgeForm(RewardSettings.from_config(rewards, max_tokens=run.config.response_limit))
 
