@@ -180,5 +180,5 @@ class RLTrainer(TrainingLoop):
 
     def _state(self, iteration: int) -> dict[str, object]:
         """Return the state that a resumed run needs besides weights."""
-        best = {BEST_ITERATION: self.progress.kept_iteration}
+        best = {BEST_ITERATION: self.progress.best_checkpoint}
         return self.schedule.state_dict(iteration) | best | {"rollout": self.rollout.state_dict()}
