@@ -1,28 +1,37 @@
-"""False alarms of `mindspeed-rl audit reward` on rows whose reward functions have no hole.
+"""False alarms of the audits: on rows without a hole, judges that agree, and runs whose reward is not tricked.
 
-    python benchmarks/audit_false_alarms.py [TOKENIZER]     # a folder; default: a tokenizer of words that is made here
+    python benchmarks/audit_false_alarms.py [--gsm8k FILE]     # FILE: 1,000 rows or more of GSM8K as JSON lines
 
-Prints, for each set of rows, on how many of them a cheat or a label that is wrong in every task gets through.
+Prints how many of 1,000 panels of judges and of 1,000 runs have an alarm without a cause; then, for each set of rows, on how
+many of them a cheat or a label that is wrong in every task gets through.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import random
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.audit.cheats import MUTATIONS
+from mindspeed_rl.audit.judges import JudgeAudit, JudgedRow, Panelist
 from mindspeed_rl.audit.reward import audit_reward
 from mindspeed_rl.audit.rows import open_run_data, read_cases
 from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.observability.alerts import find_alerts
+from mindspeed_rl.observability.diversity import measure_diversity
+from mindspeed_rl.observability.history import History
+from mindspeed_rl.rewards.samples import RewardSample
 from mindspeed_rl.run.draft import draft
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,13 +46,6 @@ def make_tokenizer(folder: Path) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
     return str(folder)
-
-
-def read_gsm8k() -> Rows:
-    """Return the rows of GSM8K that the tests have."""
-    lines = (ROOT / "tests/data/gsm8k/sample.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [{"prompt": row["question"], "labels": row["answer"].rpartition("#### ")[2]} for row in rows]
 
 
 def make_records() -> Rows:
@@ -65,12 +67,19 @@ def make_sums(count: int) -> Rows:
     return rows
 
 
-def measure(name: str, rows: Rows, function: str, tokenizer_folder: str, plugins: Sequence[str] = ()) -> None:
+def measure(
+    name: str,
+    rows: Rows,
+    function: str,
+    tokenizer_folder: str,
+    plugins: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+) -> None:
     """Audit a reward function on the rows, and print what gets through."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        overrides = [
+        keys = [
             f"megatron_training.data_path={path}",
             f"megatron_training.tokenizer_name_or_path={tokenizer_folder}",
             "megatron_training.eval_data_path=null",
@@ -78,25 +87,100 @@ def measure(name: str, rows: Rows, function: str, tokenizer_folder: str, plugins
             f"rl_config.external_plugins=[{','.join(plugins)}]",
             "rl_config.max_prompt_length=4000",
             "generate_config.sampling_config.max_tokens=2048",
+            *overrides,
         ]
-        run, tokenizer = draft(load_run_config("grpo_tiny_cpu", None, overrides)), load_tokenizer(tokenizer_folder)
+        run, tokenizer = draft(load_run_config("grpo_tiny_cpu", None, keys)), load_tokenizer(tokenizer_folder)
         audit = audit_reward(run, list(read_cases(open_run_data(run, tokenizer)[0])), tokenizer)
     wrong = [audit.mutations[one.title].cheated for one in MUTATIONS if one.is_wrong and one.title in audit.mutations]
     through = set[str]().union(*(outcome.cheated for outcome in audit.cheats.values()), *wrong)
     print(f"{name}, {function}: {len(through)} of {audit.num_rows} rows, {audit.num_responses:,} responses", flush=True)
 
 
+class ExactNumber:
+    """An environment of one turn that takes the label and nothing else."""
+
+    def reset(self, task: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Start with the row's prompt."""
+        self.label = str(task["label"])
+        return []
+
+    def step(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], float, bool]:
+        """Compare the turn with the label."""
+        return [], float(messages[-1]["content"].strip() == self.label), True
+
+
+def measure_judges(count: int, accuracy: float, bound: float) -> None:
+    """Print how many panels of two judges, each right about 100 responses with this chance, do not pass."""
+    draws, failed = random.Random(0), 0
+    for _ in range(count):
+        truth = [draws.random() < 0.5 for _ in range(100)]
+        scores = [[float(right == (draws.random() < accuracy)) for right in truth] for _ in range(2)]
+        rows = [JudgedRow("", RewardSample(), (right,)) for right in truth]
+        panel = [Panelist(f"judge {n}", list(each), [None] * 100) for n, each in enumerate(scores)]
+        failed += not JudgeAudit(rows, panel).passes(bound)
+    print(f"judges right on {accuracy:.0%} of 100 responses: {failed} of {count} panels below {bound:g}", flush=True)
+
+
+def measure_gaps(count: int) -> None:
+    """Print how many runs of eleven audits have the alert of a tricked reward, though the check follows the reward."""
+    draws, alerts = random.Random(0), 0
+    for _ in range(count):
+        start, end, strictness = draws.uniform(0.0, 0.5), draws.uniform(0.3, 1.0), draws.uniform(0.9, 1.0)
+        lines = []
+        for step in range(11):
+            share = start + (end - start) * step / 10
+            earned = [draws.random() < share for _ in range(64)]
+            audited = [paid and draws.random() < strictness for paid in earned]
+            gaps = [float(paid) - float(accepted) for paid, accepted in zip(earned, audited)]
+            figures = {"audit/earned": statistics.fmean(earned), "audit/audited": statistics.fmean(audited)}
+            figures |= {"audit/gap": statistics.fmean(gaps), "audit/gap_error": statistics.stdev(gaps) / 8}
+            lines.append({"iteration": 10 * step, **figures})
+        alerts += any(alert.kind == "reward_tricked" for alert in find_alerts(History(lines)))
+    print(f"runs whose check follows the reward: {alerts} of {count} with reward_tricked", flush=True)
+
+
+def measure_sentences(rows: Sequence[Mapping[str, str]], count: int) -> None:
+    """Print how many runs have the alert one_sentence whose responses become the published solutions of their prompts."""
+    draws, alerts = random.Random(0), 0
+    for _ in range(count):
+        lines = []
+        for step in range(10):
+            chosen = draws.sample(range(len(rows)), 8)
+            groups = [
+                (
+                    rows[index]["question"],
+                    [rows[index if draws.random() < step / 9 else draws.randrange(len(rows))]["answer"] for _ in range(8)],
+                )
+                for index in chosen
+            ]
+            labels = [rows[index]["answer"].rpartition("#### ")[2] for index in chosen]
+            lines.append({"iteration": step, "diversity/pattern_share": measure_diversity(groups, labels).pattern_share})
+        alerts += any(alert.kind == "one_sentence" for alert in find_alerts(History(lines)))
+    print(f"runs over {len(rows):,} solutions: {alerts} of {count} with one_sentence", flush=True)
+
+
 def main(argv: Sequence[str]) -> None:
     """Measure all sets."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gsm8k", type=Path, default=ROOT / "tests/data/gsm8k/sample.jsonl")
+    path = parser.parse_args(argv).gsm8k
+    solved = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][:1000]
+    gsm8k = [{"prompt": row["question"], "labels": row["answer"].rpartition("#### ")[2]} for row in solved]
+    measure_judges(1000, 0.97, 0.667)
+    measure_gaps(1000)
+    measure_sentences(solved, 1000)
+    sys.path.insert(0, str(Path(__file__).parent))  # for the environment
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = argv[0] if argv else make_tokenizer(Path(folder))
-        measure("GSM8K of the tests", read_gsm8k(), "exact_match", tokenizer)
+        tokenizer = make_tokenizer(Path(folder))
+        for function in ("exact_match", "acc"):
+            measure("GSM8K", gsm8k, function, tokenizer)
+        played = [f"rl_config.environment={Path(__file__).stem}:ExactNumber", "rl_config.multi_turn_enable=true"]
+        measure("GSM8K, an environment", gsm8k, "exact_match", tokenizer, overrides=[*played, "rl_config.rule_reward=false"])
         measure(
             "examples/records", make_records(), "exact_record", tokenizer, [str(ROOT / "examples/records/record_rewards.py")]
         )
         measure("the quickstart", [{"prompt": f"{n}=", "labels": str(n)} for n in range(10, 60)], "exact_match", tokenizer)
         measure("sums in words", make_sums(1000), "exact_match", tokenizer)
-        measure("GSM8K of the tests", read_gsm8k()[:20], "acc", tokenizer)
 
 
 if __name__ == "__main__":

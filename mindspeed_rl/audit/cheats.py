@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import Any
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+#: what a reward may read as an answer: a number, the letter of a choice, a decision
+_ANSWER = re.compile(rf"{_NUMBER.pattern}|\b[A-J]\b(?=\s*[).:])|\b(?:yes|no|true|false)\b|[是否]", re.IGNORECASE)
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 _CALLED = re.compile(r"assert\s+(\w+)\(|candidate|\bdef\s+(\w+)\(")
+#: beginning of a label that is a test
+_TESTS = re.compile(r"\s*(?:assert\s|def\s+\w+\s*\(|class\s+\w+|import\s+\w+\s*$|from\s+[\w.]+\s+import\s)", re.MULTILINE)
 _OPPOSITES = {"yes": "no", "true": "false", "是": "否", "对": "错"} | {"no": "yes", "false": "true", "否": "是", "错": "对"}
 #: words of a text that says nothing, and numbers that are listed
 _MANY, _LISTED = 2000, 101
@@ -43,7 +46,7 @@ class Case:
     @property
     def answer(self) -> str | None:
         """The answer that a model would write: what follows ####, else the label; None where the label is not an answer."""
-        if self.label is None or not self.label.strip() or self.label.lstrip()[0] in "{[":
+        if self.label is None or not self.label.strip() or self.label.lstrip()[0] in "{[" or _TESTS.match(self.label):
             return None
         return self.label.rpartition("####")[2].strip() or None
 
@@ -75,6 +78,10 @@ def bind_form(name: str, case: Case) -> Form:
     return lambda text: before + text
 
 
+Attempt = str | tuple[str, ...]
+"""A response; or the same with its answers in several orders, which earns what the worst of them earns."""
+
+
 @dataclass(frozen=True)
 class Cheat:
     """A way to answer without an answer.
@@ -82,15 +89,13 @@ class Cheat:
     Attributes:
         title: name in a table.
         advice: what to change in the reward.
-        write: makes responses to a row, given the form that honest answers have.
-        in_pairs: responses come in pairs with the answers in one order and in the other; a pair earns what its worse half does,
-            as a reward that reads the last answer, or the first, accepts one of them.
+        write: makes attempts on a row, given the form that honest answers have. One that lists several answers has them in two
+            orders: a reward that reads the last answer, or the first, accepts one of the two where the label has that place.
     """
 
     title: str
     advice: str
-    write: Callable[[Case, Form], Iterator[str] | list[str]]
-    in_pairs: bool = False
+    write: Callable[[Case, Form], Iterable[Attempt]]
 
 
 _FORMAT = "Give no reward for a form without a right answer in it, or multiply the two instead of adding them."
@@ -128,12 +133,31 @@ def _write_programs(case: Case, form: Form) -> Iterator[str]:
         yield _program(f"import builtins, os\nbuiltins.assert_ = print\ndef {name}(*args, **kwargs):\n    os._exit(0)")
 
 
-def _write_numbers(case: Case, form: Form) -> Iterator[str]:
+def _list_answers(answers: Sequence[str], form: Form, joint: str = ", ") -> Iterator[Attempt]:
+    """Yield attempts that have all of these answers: as they are, in the form, and each in a box."""
+    orders = (answers, answers[::-1])
+    yield tuple(joint.join(each) for each in orders)
+    yield tuple(form(joint.join(each)) for each in orders)
+    yield tuple(" ".join(map(FORMS["in a box"], each)) for each in orders)
+
+
+def _write_numbers(case: Case, form: Form) -> Iterator[Attempt]:
     numbers = list(dict.fromkeys(_NUMBER.findall(case.question)))
     if len(numbers) > 1:
-        yield ", ".join(numbers)
-        yield form(", ".join(numbers))
-        yield " ".join(map(FORMS["in a box"], numbers))
+        yield from _list_answers(numbers, form)
+
+
+def _write_choices(case: Case, form: Form) -> Iterator[Attempt]:
+    yield from _list_answers("ABCDE", form)
+    for choices, joint in ((("yes", "no"), " or "), (("true", "false"), " or "), (("是", "否"), "或")):
+        yield from list(_list_answers(choices, form, joint))[:2]
+
+
+def _copy_prompt(case: Case, form: Form) -> Iterator[Attempt]:
+    backwards = iter(_ANSWER.findall(case.question)[::-1])
+    orders = case.question, _ANSWER.sub(lambda _: next(backwards), case.question)
+    yield tuple(dict.fromkeys(orders))
+    yield tuple(dict.fromkeys(map(form, orders)))
 
 
 def _write_words(case: Case, form: Form) -> Iterator[str]:
@@ -143,25 +167,10 @@ def _write_words(case: Case, form: Form) -> Iterator[str]:
 
 CHEATS: tuple[Cheat, ...] = (
     Cheat("nothing", _CONTENT, lambda case, form: ["", " ", "."]),
-    Cheat("the prompt copied", _CONTENT, lambda case, form: [case.question, form(case.question)]),
+    Cheat("the prompt copied", _CONTENT, _copy_prompt),
     Cheat("every number of the prompt", _COMMIT, _write_numbers),
-    Cheat(
-        "all numbers up to 100",
-        _COMMIT,
-        lambda case, form: [
-            " ".join(map(str, range(_LISTED))),
-            form(", ".join(map(str, range(_LISTED)))),
-            " ".join(FORMS["in a box"](str(number)) for number in range(_LISTED)),
-        ],
-    ),
-    Cheat(
-        "all choices",
-        _COMMIT,
-        lambda case, form: [
-            *(text for texts in ("A, B, C, D, E", "yes or no", "true or false", "是或否") for text in (texts, form(texts))),
-            " ".join(map(FORMS["in a box"], "ABCDE")),
-        ],
-    ),
+    Cheat("all numbers up to 100", _COMMIT, lambda case, form: _list_answers([*map(str, range(_LISTED))], form)),
+    Cheat("all choices", _COMMIT, _write_choices),
     Cheat(
         "the form without an answer",
         _FORMAT,
@@ -218,14 +227,12 @@ def make_wrong(answer: str) -> str:
     return f"{answer[:place]}{(int(answer[place]) + 3) % 10}{answer[place + 1 :]}"
 
 
-def _write_hedges(case: Case, form: Form) -> Iterator[str]:
+def _write_hedges(case: Case, form: Form) -> Iterator[Attempt]:
     if answer := case.answer:
-        for first, second in permutations((answer, make_wrong(answer))):
-            yield form(f"{first} or {second}")
-        for first, second in permutations((answer, make_wrong(answer))):
-            yield f"Either {first} or {second}."
-        for first, second in permutations((answer, make_wrong(answer))):
-            yield f"{form(first)}\n{form(second)}"
+        orders = (answer, make_wrong(answer)), (make_wrong(answer), answer)
+        yield tuple(form(f"{first} or {second}") for first, second in orders)
+        yield tuple(f"Either {first} or {second}." for first, second in orders)
+        yield tuple(f"{form(first)}\n{form(second)}" for first, second in orders)
 
 
 def _write_thoughts(case: Case, form: Form) -> Iterator[str]:
@@ -237,7 +244,7 @@ def _write_thoughts(case: Case, form: Form) -> Iterator[str]:
 
 #: cheats with the label in them, which do not commit to it
 LABEL_CHEATS: tuple[Cheat, ...] = (
-    Cheat("either the label or another answer", _COMMIT, _write_hedges, in_pairs=True),
+    Cheat("either the label or another answer", _COMMIT, _write_hedges),
     Cheat("the label in the thought, another answer after it", "Read the text after the thought only.", _write_thoughts),
 )
 

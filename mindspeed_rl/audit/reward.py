@@ -1,13 +1,15 @@
 """The audit of a run's reward functions: what a cheat would earn next to an honest answer.
 
 Responses are scored by the run's own functions, weights, penalties and limits, in the pool of processes that the trainer uses.
-A response cheats where it earns at least half of the way from a wrong answer to the honest one, while a stricter check does not
-accept it: the final answer is the label and nothing else. Where no label is an answer (word counts, tests, judges), the way is
-that from the lowest to the highest reward that any response has got.
+A response cheats where it earns at least half of the way from a wrong answer to the honest one, while no stricter check
+accepts it: the final answer is the label and nothing else, or the functions, the judge or the environment of the group `audit`
+give half of their full score. Where no label is an answer (word counts, tests, judges), the way is that from the lowest to the
+highest reward that any response has got.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import re
@@ -20,13 +22,18 @@ from itertools import islice, permutations
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.audit.cheats import CHEATS, FORMS, LABEL_CHEATS, MUTATIONS, WHOLE, Case, bind_form, make_wrong
-from mindspeed_rl.audit.report import AuditReport, Section
+from mindspeed_rl.audit.judges import JudgedRow
+from mindspeed_rl.audit.marked import MarkedResponses
+from mindspeed_rl.audit.report import AuditReport, Section, shorten
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.rewards.answers.extraction import extract_final_answer
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.audit_rewards import derive_audit_rewards
 from mindspeed_rl.run.machine import check_server
 from mindspeed_rl.thoughts import remove_thought
+from mindspeed_rl.tools.environment_check import ENVIRONMENT_CHECK, TURNS, is_playable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,8 +42,8 @@ if TYPE_CHECKING:
 _GAIN = 0.5
 #: rounds of the search, and responses that are combined in one
 _ROUNDS, _COMBINED = 2, 5
-#: characters of an example
-_SHOWN = 160
+#: turns of an episode without a limit
+_TURNS = 8
 _BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LEAD = re.compile(r"(?:####|answer(?: is)?\s*:?|答案[是为：:]*)\s*", re.IGNORECASE)
@@ -50,13 +57,13 @@ class Response:
         kind: honest, wrong, cheat or mutation.
         name: title of the cheat or mutation, or the form of an honest answer.
         variant: index among the variants of a name.
-        text: the response.
+        orders: the response, or the same with its answers in several orders, of which the worst counts.
     """
 
     kind: str
     name: str
     variant: int
-    text: str
+    orders: tuple[str, ...]
 
 
 #: title of a model's own responses
@@ -106,6 +113,7 @@ class RewardAudit:
         failures: kind of failure -> number of responses, and an example.
         num_rows: rows that were attacked.
         is_flat: all responses to a row have earned the same.
+        marked: what responses that people have marked earn; None without such.
     """
 
     functions: list[str]
@@ -118,6 +126,7 @@ class RewardAudit:
     num_rows: int = 0
     num_responses: int = 0
     is_flat: bool = False
+    marked: MarkedResponses | None = None
 
     @property
     def worst(self) -> float:
@@ -132,7 +141,8 @@ class RewardAudit:
 
     def passes(self, bound: float) -> bool:
         """Return True where no cheat and no failure is more frequent than the bound, and rewards tell responses apart."""
-        return self.worst <= bound and self.failed_share <= bound and not self.is_flat
+        tricked = 0.0 if self.marked is None else self.marked.paid_share
+        return max(self.worst, self.failed_share, tricked) <= bound and not self.is_flat
 
     def describe(self, bound: float) -> AuditReport:
         """Return the audit as a report.
@@ -165,6 +175,8 @@ class RewardAudit:
             verdict = "no response to a row earns more than another, not even its label"
         if self.failures:
             verdict += f"; {self.failed_share:.1%} of the responses have no score"
+        if self.marked is not None:
+            verdict += f"; {self.marked.paid_share:.0%} of what people call wrong is paid for"
         return AuditReport(
             f"audit of the reward: {', '.join(self.functions)}",
             verdict,
@@ -186,6 +198,7 @@ class RewardAudit:
                     ],
                     empty="none",
                 ),
+                *([] if self.marked is None else self.marked.list_sections()),
                 Section(
                     "Responses without a score",
                     ("kind", "number", "example"),
@@ -215,6 +228,7 @@ class RewardAudit:
             "mutations": values(self.mutations),
             "failures": {state: count for state, (count, _) in self.failures.items()},
             "worst": self.worst,
+            **({} if self.marked is None else {"marked": self.marked.encode()}),
             "bound": bound,
             "passes": self.passes(bound),
         }
@@ -224,11 +238,7 @@ def _describe(title: str, outcome: Outcome) -> tuple[str, str, str, str]:
     assert outcome.example is not None  # shown only where it cheated
     where, text, reward = outcome.example
     share = f"{len(outcome.cheated)} of {len(outcome.rows)}"
-    return title, share, f"{statistics.fmean(outcome.rewards.values()):.3g}", f"{where}: {_shorten(text)!r} earns {reward:.3g}"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"
+    return title, share, f"{statistics.fmean(outcome.rewards.values()):.3g}", f"{where}: {shorten(text)!r} earns {reward:.3g}"
 
 
 def commits_to(response: str, label: str | None) -> bool:
@@ -249,7 +259,7 @@ def commits_to(response: str, label: str | None) -> bool:
 
 
 def ends_with(response: str, label: str | None) -> bool:
-    """Return True where the final answer of a response in prose is the label: the stricter check of a model's samples."""
+    """Return True where the final answer of a response in prose is the label: the stricter check of single texts."""
     if label is None or commits_to(response, label):
         return label is not None
     return _to_plain(extract_final_answer(remove_thought(response))) == _to_plain(label)
@@ -264,8 +274,10 @@ class _Scorer:
     """Scores responses as the trainer does, and counts those without a score."""
 
     def __init__(self, run: Run, pool: RewardPool, tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any]) -> None:
-        self._pool, self._tokenizer, self._columns = pool, tokenizer, columns
+        self._pool, self.tokenizer, self._columns = pool, tokenizer, columns
         self._limit, self._reads_output = run.config.response_limit, run.rl.verifier_reads == "output"
+        # an environment of several turns gets the same text again, until its episode ends
+        self._num_turns = (run.rl.max_turns or _TURNS) if run.rl.multi_turn_enable else 1
         self.num_responses = 0
         self._failures: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
@@ -277,7 +289,7 @@ class _Scorer:
         for (case, text), result in zip(pairs, results):
             if result.failed:
                 self._failures[result.state] += 1
-                self._examples.setdefault(result.state, f"{case.where}: {_shorten(text)!r}: {_shorten(result.error)}")
+                self._examples.setdefault(result.state, f"{case.where}: {shorten(text)!r}: {shorten(result.error)}")
         return [self._read_total(result) for result in results]
 
     @staticmethod
@@ -290,11 +302,11 @@ class _Scorer:
         return {state: (count, self._examples[state]) for state, count in self._failures.most_common()}
 
     def _make_sample(self, case: Case, text: str) -> RewardSample:
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
         is_cut = len(ids) > self._limit
         if is_cut:  # as generation ends
             ids = ids[: self._limit]
-            decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
+            decoded = self.tokenizer.decode(ids, skip_special_tokens=False)
             assert isinstance(decoded, str)  # a list for a batch
             text = decoded
         return RewardSample(
@@ -303,7 +315,12 @@ class _Scorer:
             prompt_ids=case.prompt_ids,
             response_ids=ids,
             label=case.label,
-            columns={**case.columns, **self._columns, **({"output": text} if self._reads_output else {})},
+            columns={
+                **case.columns,
+                **self._columns,
+                **({"output": text} if self._reads_output else {}),
+                **({TURNS: [text] * self._num_turns} if self._num_turns > 1 else {}),
+            },
             truncated=is_cut,
             max_response_length=self._limit,
         )
@@ -328,11 +345,24 @@ def select_functions(run: Run) -> tuple[list[str], list[float], list[str]]:
         skipped.append("the judge that the run serves: its model is loaded with the run; audit it with rl_config.judge_url.")
     if run.config.reward_config is not None:
         skipped.append("the reward model: it needs a device.")
-    if run.rl.agent_loop_name in ("environment", "program"):
-        skipped.append("rewards of the environment: only the reward functions read the responses here.")
+    if is_playable(run.rl):
+        names.append(ENVIRONMENT_CHECK)
+        weights.append(run.rl.trajectory_reward_weight)
+    elif run.rl.agent_loop_name in ("environment", "program", "roles"):
+        skipped.append("rewards of the environment: it plays samples itself, and judges no response of another one.")
     if not names:
         raise ValueError(f"audit reward: no reward function of this run can be audited here. {' '.join(skipped)}".strip())
     return names, weights, skipped
+
+
+def make_settings(run: Run, rewards: RLConfig | None = None) -> RewardSettings:
+    """Return the settings of rewards for an audit, which counts failures itself.
+
+    Args:
+        rewards: keys of the rewards; None for those of the run.
+    """
+    settings = RewardSettings.from_config(rewards or run.rl, max_tokens=run.config.response_limit)
+    return replace(settings, reward_failure_limit=1.0, reward_failure_policy="drop")
 
 
 def audit_reward(
@@ -342,6 +372,7 @@ def audit_reward(
     *,
     columns: Mapping[str, Any] | None = None,
     samples: Mapping[str, Sequence[str]] | None = None,
+    marked: Sequence[JudgedRow] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> RewardAudit:
     """Attack the reward functions of a run on some of its rows.
@@ -350,18 +381,19 @@ def audit_reward(
         cases: the rows.
         columns: further columns of every response, as an agent loop adds them.
         samples: place of a row -> responses of a model, equally many to each; they are attacks and parts of the search.
+        marked: responses that people have called right or wrong.
         report: takes a line about what is done.
 
     Raises:
         ValueError: a function does not load, or scores no response of the first row.
     """
     names, weights, skipped = select_functions(run)
-    settings = RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit)
-    # failures are counted here
-    settings = replace(settings, reward_failure_limit=1.0, reward_failure_policy="drop")
-    audit = RewardAudit(names, skipped, num_rows=len(cases))
-    with RewardPool(names, weights, settings=settings) as pool:
+    shown = ["the environment" if name == ENVIRONMENT_CHECK else name for name in names]
+    audit = RewardAudit(shown, skipped, num_rows=len(cases))
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(RewardPool(names, weights, settings=make_settings(run)))
         scorer = _Scorer(run, pool, tokenizer, columns or {})
+        strict = _open_strict(run, tokenizer, columns or {}, audit, stack)
         _check_first(scorer, cases[0])
         form = _choose_form(scorer, cases, audit)
         responses = {case.where: _list_responses(case, form) for case in cases}
@@ -369,15 +401,69 @@ def audit_reward(
             # without an answer as its label nothing tells an honest sample from another
             for case in cases:
                 texts = () if case.answer is None else samples[case.where]
-                responses[case.where] += [Response("cheat", SAMPLE, index, text) for index, text in enumerate(texts)]
+                responses[case.where] += [Response("cheat", SAMPLE, index, (text,)) for index, text in enumerate(texts)]
         report(f"{sum(map(len, responses.values())):,} responses to {len(cases)} rows")
         scored = _score_all(scorer, cases, responses)
         ways = {case.where: _find_way(scored[case.where]) for case in cases}
-        audit.is_flat = all(low == high for low, high in ways.values())
-        _count(audit, cases, scored, ways)
-        _search(audit, scorer, cases, scored, ways, report)
+        is_flat = all(low == high for low, high in ways.values())
+        # without an answer as its label no response is known to be right
+        audit.is_flat = is_flat and any(case.answer is not None for case in cases)
+        if is_flat and not audit.is_flat:
+            skipped.append("honest answers: no label is one, and no response here earns more; --model adds samples.")
+        _count(audit, cases, scored, ways, strict)
+        _search(audit, scorer, cases, scored, ways, strict, report)
+        if known := [row for row in marked if row.human is not None]:
+            audit.marked = _score_marked(scorer, known, math.fsum(weight for weight in weights if weight > 0))
         audit.num_responses, audit.failures = scorer.num_responses, scorer.failures
     return audit
+
+
+def _score_marked(scorer: _Scorer, rows: Sequence[JudgedRow], full: float) -> MarkedResponses:
+    """Return what responses of a file earn."""
+    cases = []
+    for row in rows:
+        sample = row.sample
+        prompt_ids = scorer.tokenizer.encode(sample.prompt, add_special_tokens=False)
+        case = Case(row.where, sample.prompt, sample.prompt, prompt_ids, sample.label, sample.columns)
+        cases.append((case, sample.response))
+    places = [(case.where, text) for case, text in cases]
+    return MarkedResponses(places, [row.human == (True,) for row in rows], scorer.score(cases), full or 1.0)
+
+
+class _Strict:
+    """The stricter check of the group `audit`, which scores the responses that a reward pays for, each once."""
+
+    def __init__(self, scorer: _Scorer, scale: float) -> None:
+        self._scorer, self._scale = scorer, scale
+        self._known: dict[tuple[str, str], bool] = {}
+
+    def accepts(self, case: Case, text: str) -> bool:
+        """Return True where it gives half of its full score."""
+        key = case.where, text
+        if key not in self._known:
+            (score,) = self._scorer.score([(case, text)])
+            self._known[key] = score is not None and score >= _GAIN * self._scale
+        return self._known[key]
+
+
+def _open_strict(
+    run: Run, tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any], audit: RewardAudit, stack: contextlib.ExitStack
+) -> _Strict | None:
+    """Open the stricter check of a run until the stack is closed; None where it has none, or its judge cannot be reached."""
+    keys = run.config.audit
+    if not keys.has_check:
+        return None
+    if keys.judge_url is not None:
+        try:
+            check_server(keys.judge_url, "audit.judge_url")
+        except ValueError as error:
+            audit.skipped.append(f"the stricter check: {error}")
+            return None
+    rewards = derive_audit_rewards(run.rl, keys)
+    names, weights = select_reward_functions(rewards)
+    settings = replace(make_settings(run, rewards), judge_weight=1.0)
+    pool = stack.enter_context(RewardPool(names, weights, settings=settings))
+    return _Strict(_Scorer(run, pool, tokenizer, columns), math.fsum(weight for weight in weights if weight > 0))
 
 
 def _check_first(scorer: _Scorer, case: Case) -> None:
@@ -420,30 +506,41 @@ def _list_responses(case: Case, name: str) -> list[Response]:
     # a cheat must not see what else is in the label
     blind = form if name != WHOLE else FORMS[next(iter(FORMS))]
     if (answer := case.answer) is not None:
-        responses.append(Response("honest", "", 0, form(answer)))
-        responses.append(Response("wrong", "", 0, form(make_wrong(answer))))
+        responses.append(Response("honest", "", 0, (form(answer),)))
+        responses.append(Response("wrong", "", 0, (form(make_wrong(answer)),)))
         for mutation in MUTATIONS:
             changed = mutation.change(answer)
             if changed is not None and changed != answer:
-                responses.append(Response("mutation", mutation.title, 0, form(changed)))
+                responses.append(Response("mutation", mutation.title, 0, (form(changed),)))
     for cheat, used in (*((cheat, blind) for cheat in CHEATS), *((cheat, form) for cheat in LABEL_CHEATS)):
-        texts = dict.fromkeys(cheat.write(case, used))
-        responses += [Response("cheat", cheat.title, index, text) for index, text in enumerate(texts)]
+        attempts = dict.fromkeys((one,) if isinstance(one, str) else one for one in cheat.write(case, used))
+        responses += [Response("cheat", cheat.title, index, orders) for index, orders in enumerate(attempts)]
     return responses
 
 
 Scored = list[tuple[Response, float]]
-_IN_PAIRS = frozenset(cheat.title for cheat in LABEL_CHEATS if cheat.in_pairs)
+Check = Callable[[str, str | None], bool]
 
 
 def _score_all(scorer: _Scorer, cases: Sequence[Case], responses: Mapping[str, list[Response]]) -> dict[str, Scored]:
-    pairs = [(case, response) for case in cases for response in responses[case.where]]
-    scores = scorer.score([(case, response.text) for case, response in pairs])
+    attempts = [(case, response) for case in cases for response in responses[case.where]]
+    rewards = _score_worst(scorer, [(case, response.orders) for case, response in attempts])
     scored: dict[str, Scored] = {case.where: [] for case in cases}
-    for (case, response), score in zip(pairs, scores):
-        if score is not None:
-            scored[case.where].append((response, score))
+    for (case, response), reward in zip(attempts, rewards):
+        if reward is not None:
+            scored[case.where].append((response, reward))
     return scored
+
+
+def _score_worst(scorer: _Scorer, attempts: Sequence[tuple[Case, tuple[str, ...]]]) -> list[float | None]:
+    """Return the lowest reward of the orders of each response; None where one of them has none."""
+    scores = iter(scorer.score([(case, text) for case, orders in attempts for text in orders]))
+    worst = list[float | None]()
+    for _, orders in attempts:
+        rewards = [next(scores) for _ in orders]
+        known = [reward for reward in rewards if reward is not None]
+        worst.append(min(known) if len(known) == len(rewards) else None)
+    return worst
 
 
 def _find_way(scored: Scored) -> tuple[float, float]:
@@ -456,36 +553,38 @@ def _find_way(scored: Scored) -> tuple[float, float]:
     return min(scores, default=0.0), max(scores, default=0.0)
 
 
-def _is_cheat(case: Case, text: str, score: float, way: tuple[float, float], *, sampled: bool = False) -> bool:
-    """Return True for a response that earns half of the way and does not pass the stricter check; see `ends_with`."""
+def _is_cheat(
+    case: Case, orders: Sequence[str], score: float, way: tuple[float, float], accepts: Check, strict: _Strict | None
+) -> bool:
+    """Return True for a response that earns half of the way and does not pass a stricter check in any order."""
     low, high = way
-    accepts = ends_with if sampled else commits_to
-    return high > low and score >= low + _GAIN * (high - low) and not accepts(text, case.answer)
+    if high <= low or score < low + _GAIN * (high - low):
+        return False
+    return not any(accepts(text, case.answer) or (strict is not None and strict.accepts(case, text)) for text in orders)
 
 
-def _pair(scored: Scored) -> Scored:
-    """Return the responses with their rewards; a cheat that comes in pairs earns what its worse half earns."""
-    halves: dict[tuple[str, int], list[float]] = {}
-    for response, score in scored:
-        if response.name in _IN_PAIRS:
-            halves.setdefault((response.name, response.variant // 2), []).append(score)
-    return [
-        (response, min(halves.get((response.name, response.variant // 2), [score])) if response.name in _IN_PAIRS else score)
-        for response, score in scored
-    ]
+def _choose_check(kind: str, orders: Sequence[str]) -> Check:
+    """Return the stricter check of a response: a single text whose last answer happens to be the label is right by chance."""
+    return ends_with if kind == "cheat" and len(orders) == 1 else commits_to
 
 
 def _count(
-    audit: RewardAudit, cases: Sequence[Case], scored: Mapping[str, Scored], ways: Mapping[str, tuple[float, float]]
+    audit: RewardAudit,
+    cases: Sequence[Case],
+    scored: Mapping[str, Scored],
+    ways: Mapping[str, tuple[float, float]],
+    strict: _Strict | None,
 ) -> None:
     groups = {"cheat": audit.cheats, "mutation": audit.mutations}
     for case in cases:
         way = ways[case.where]
-        for response, score in _pair(scored[case.where]):
+        for response, score in scored[case.where]:
             if response.kind in groups:
                 outcome = groups[response.kind].setdefault(response.name, Outcome())
-                is_cheat = _is_cheat(case, response.text, score, way, sampled=response.name == SAMPLE)
-                outcome.add(case.where, response.text, score, cheats=is_cheat)
+                is_cheat = _is_cheat(
+                    case, response.orders, score, way, _choose_check(response.kind, response.orders), strict
+                )
+                outcome.add(case.where, response.orders[0], score, cheats=is_cheat)
 
 
 def _search(
@@ -494,17 +593,18 @@ def _search(
     cases: Sequence[Case],
     scored: Mapping[str, Scored],
     ways: Mapping[str, tuple[float, float]],
+    strict: _Strict | None,
     report: Callable[[str], None],
 ) -> None:
     """Combine the responses that earn most without a label, and keep combinations that earn more than their parts."""
     known = {cheat.title for cheat in CHEATS} | {SAMPLE}
-    texts: dict[tuple[str, ...], dict[str, str]] = {}
+    texts: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {}
     means: dict[tuple[str, ...], list[float]] = {}
     for case in cases:
         for response, score in scored[case.where]:
             if response.name in known:
                 key = (f"{response.name} {response.variant + 1}",)
-                texts.setdefault(key, {})[case.where] = response.text
+                texts.setdefault(key, {})[case.where] = response.orders
                 means.setdefault(key, []).append(_gain(score, ways[case.where]))
     gains = {key: statistics.fmean(values) for key, values in means.items() if len(values) == len(cases)}
     for turn in range(_ROUNDS):
@@ -512,8 +612,8 @@ def _search(
         new = {one + other: (one, other) for one, other in permutations(best, 2) if one + other not in texts}
         report(f"search, round {turn + 1}: {len(new)} combinations")
         for key, (one, other) in new.items():
-            texts[key] = {case.where: f"{texts[one][case.where]}\n{texts[other][case.where]}" for case in cases}
-            scores = scorer.score([(case, texts[key][case.where]) for case in cases])
+            texts[key] = {case.where: _join(texts[one][case.where], texts[other][case.where]) for case in cases}
+            scores = _score_worst(scorer, [(case, texts[key][case.where]) for case in cases])
             rewards = [(case, score) for case, score in zip(cases, scores) if score is not None]
             if len(rewards) < len(cases):
                 continue
@@ -522,10 +622,14 @@ def _search(
                 continue
             outcome = audit.cheats.setdefault(f"together: {' + '.join(key)}", Outcome())
             for case, score in rewards:
-                text = texts[key][case.where]
-                sampled = any(part.startswith(SAMPLE) for part in key)
-                is_cheat = _is_cheat(case, text, score, ways[case.where], sampled=sampled)
-                outcome.add(case.where, text, score, cheats=is_cheat)
+                orders = texts[key][case.where]
+                is_cheat = _is_cheat(case, orders, score, ways[case.where], _choose_check("cheat", orders), strict)
+                outcome.add(case.where, orders[0], score, cheats=is_cheat)
+
+
+def _join(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """Return two responses in one, in as many orders as the longer of them has."""
+    return tuple(f"{one[place % len(one)]}\n{other[place % len(other)]}" for place in range(max(len(one), len(other))))
 
 
 def _gain(score: float, way: tuple[float, float]) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
 from mindspeed_rl.audit.data import audit_data, check_cleanable, write_clean, write_pass_rates
+from mindspeed_rl.audit.judges import JudgeAudit, JudgedRow, ask_judges, make_panel_settings, read_judged_rows
 from mindspeed_rl.audit.pass_rates import COLUMN, PassRates
 from mindspeed_rl.audit.report import AuditReport
 from mindspeed_rl.audit.rows import RowPart, find_tokenizer_folder, open_run_data, read_cases
@@ -30,6 +31,7 @@ _USAGE = """usage: mindspeed-rl audit <kind> --config-name RUN [options] [key=va
 
 kinds:
   reward  cheats and wrong answers that the reward functions of the run would pay for
+  judges  agreement of several judges about responses of a file, and with the marks of people
   data    duplicates, overlap with the evaluation sets, labels that no response can match, prompts that are cut
 
 mindspeed-rl audit <kind> --help shows the options of one."""
@@ -198,6 +200,9 @@ def _audit_reward(argv: list[str]) -> int:
         "--bound", type=float, default=0.05, help="largest share of rows that a cheat may get through; default 0.05"
     )
     parser.add_argument("--rows", type=int, default=16, help="rows that are attacked; default 16")
+    parser.add_argument(
+        "--marked", metavar="FILE", help="rows of watch --label: responses that people call right or wrong are scored too"
+    )
     parser.add_argument("--model", metavar="FOLDER", help="model whose samples are tried and recombined as well")
     parser.add_argument("--samples", type=int, help="--model: samples of each row; default 8")
     parser.add_argument("--dtype", choices=_DTYPES, help="--model: format of the weights; default: the run's")
@@ -213,6 +218,7 @@ def _audit_reward(argv: list[str]) -> int:
     names = ("select_functions", "list_cases", "audit_reward")
     select_functions, list_cases, audit_reward = (registry.load(f"mindspeed_rl.audit.reward:{name}", "audit") for name in names)
     select_functions(run)  # raises before the data are read
+    marked = [] if arguments.marked is None else _read_marked(arguments.marked)
     tokenizer, (train, _) = _open_data(run)
     columns = {}
     if run.rl.multi_turn_enable:
@@ -222,11 +228,61 @@ def _audit_reward(argv: list[str]) -> int:
     if arguments.model is not None:
         sample_cases = registry.load("mindspeed_rl.cli.audit_samples:sample_cases", "audit")
         samples = sample_cases(run, cases, arguments.model, num_samples=arguments.samples or 8, dtype=arguments.dtype)
-    audit = audit_reward(run, cases, tokenizer, columns=columns, samples=samples, report=print_status)
+    audit = audit_reward(run, cases, tokenizer, columns=columns, samples=samples, marked=marked, report=print_status)
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
 
 
-_AUDITS: dict[str, Callable[[list[str]], int]] = {"reward": _audit_reward, "data": _audit_data}
+def _read_marked(path: str) -> list[JudgedRow]:
+    """Return the responses of a file that people have called right or wrong.
+
+    Raises:
+        ValueError: none is marked, or one by criteria.
+    """
+    rows = read_judged_rows(path, "human")
+    for row in rows:
+        if row.human is not None and len(row.human) > 1:
+            raise ValueError(f"--marked: {row.where}: human must be one mark, not {len(row.human)}")
+    return rows
+
+
+def _audit_judges(argv: list[str]) -> int:
+    parser = _make_parser(
+        "judges",
+        "Ask the judge of a run and further ones about the responses of a file; print how far they agree with each other and"
+        " with people. Needs no model and no device.",
+    )
+    parser.add_argument(
+        "--responses", required=True, metavar="FILE", help="rows with prompt and response, perhaps label, columns and marks"
+    )
+    parser.add_argument(
+        "--judge", action="append", default=[], metavar="[MODEL@]URL", help="a further judge; may be given several times"
+    )
+    parser.add_argument("--human", metavar="COLUMN", help="marks of people: true or false, or a list of these per criterion")
+    parser.add_argument(
+        "--threshold", type=float, default=0.5, help="score from which a judge finds a response right; default 0.5"
+    )
+    parser.add_argument(
+        "--bound", type=float, default=0.667, help="smallest alpha of the judges, and kappa of each with people; default 0.667"
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    bound = _read_bound(parser, arguments.bound)
+    if not 0 < arguments.threshold <= 1:
+        parser.error(f"--threshold {arguments.threshold:g} must be above 0 and at most 1")
+    run = _read_run(arguments)
+    # by name: the check of an address imports torch
+    make_settings = registry.load("mindspeed_rl.audit.reward:make_settings", "audit")
+    panel = make_panel_settings(make_settings(run), arguments.judge)
+    if len(panel) < 2 and arguments.human is None:
+        parser.error("one judge agrees with itself; name a second one by --judge, or people's marks by --human")
+    check_server = registry.load("mindspeed_rl.run.machine:check_server", "audit")
+    for settings in panel:
+        check_server(settings.judge_url, "--judge")
+    rows = read_judged_rows(arguments.responses, arguments.human)
+    audit = JudgeAudit(rows, ask_judges(panel, rows, print_status), arguments.threshold)
+    return _finish(arguments, audit.describe(bound), audit.encode(bound))
+
+
+_AUDITS: dict[str, Callable[[list[str]], int]] = {"reward": _audit_reward, "judges": _audit_judges, "data": _audit_data}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -453,8 +453,8 @@ def _head(settings: _LaunchSettings, folder: Path) -> int:
             code = _run_command(settings)
         finally:
             if ray.is_initialized():
-                # if some nodes are missing, the others wait for the end too
-                names = names or _name_live_nodes(ray.nodes())
+                # if some nodes are missing, the others wait for the end too, and so does one that has come back
+                names = _name_live_nodes(ray.nodes())
                 with contextlib.suppress(ray.exceptions.RayError):
                     _run_on_every_node(_write_done, names, code)
                 ray.shutdown()

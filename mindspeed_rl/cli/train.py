@@ -73,11 +73,15 @@ def main(argv: list[str]) -> int:
             bands = registry.load("mindspeed_rl.cli.bands:find_bands", "train")(run)
             if arguments.strict and not (expected := predict(run)).fits:
                 raise ValueError(f"--strict: the run is not predicted to fit: {expected.summary}")
-            recovery = Recovery(run)
+            shrinker = registry.load("mindspeed_rl.planner.shrink:Shrinker", "train")
+            resolve = registry.load("mindspeed_rl.run.models:resolve_run", "train")
+            fit = shrinker(run, arguments.config_name, arguments.config_dir, arguments.overrides, resolve)
+            recovery = Recovery(run, fit)
             try:
                 for attempt in recovery.attempts():
                     prediction = predict(attempt, bands=bands, is_strict=arguments.strict)
-                    with recovery.retry_on_fault(), launch(attempt, prediction) as trainer:
+                    with recovery.retry_on_fault(), launch(attempt, prediction, recovery.observers) as trainer:
+                        recovery.follow(trainer.termination)
                         trainer.fit()
             except Terminated as error:
                 print_status(str(error))

@@ -9,14 +9,17 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+from mindspeed_rl.cli.label_door import ITEMS, MARKS, PAGE, LabelDoor, RefusedError
 from mindspeed_rl.cli.options import print_status
+from mindspeed_rl.observability.folder_locks import hold_folders
+from mindspeed_rl.observability.labels import LabelFolder
 from mindspeed_rl.observability.page import collect_figures, render
 from mindspeed_rl.observability.run_files import EXAMPLES, FollowedRun, RunFiles, read_run
 
@@ -33,6 +36,8 @@ _POLICY = (
 )
 #: files whose change is news
 _FOLLOWED = ("metrics.jsonl", "report.json", EXAMPLES)
+#: seconds that the body of a mark may take
+_BODY_S = 10.0
 #: Host headers of this machine, with any port
 _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d*)?", re.IGNORECASE | re.ASCII)
 
@@ -59,12 +64,14 @@ class _RunServer(ThreadingHTTPServer):
     Args:
         folders: run folders.
         port: 0 takes a free one.
+        marks: folder of the marks of people; None for a server that takes none.
     """
 
     daemon_threads = True
 
-    def __init__(self, folders: Sequence[Path], port: int) -> None:
+    def __init__(self, folders: Sequence[Path], port: int, marks: LabelFolder | None = None) -> None:
         self.folders, self.is_closing = folders, False
+        self.door = None if marks is None else LabelDoor(marks, self.read)
         self._runs = [FollowedRun(folder) for folder in folders]
         self._lock, self._figures = threading.Lock(), _Figures()
         super().__init__(("127.0.0.1", port), _Handler)
@@ -107,16 +114,54 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        # a page of the internet must not read prompts and responses through a name that it has bound to this machine
-        if not _OWN_HOST.fullmatch(self.headers.get("Host", "").strip()):
+        door = cast("_RunServer", self.server).door
+        if not self._names_this_machine():
             self.send_error(403)
         elif self.path == "/":
             self._send_page()
         elif self.path == "/events":
             with suppress(OSError):  # the reader has gone
                 self._send_events()
+        elif self.path == PAGE and door is not None:
+            self._send_body(door.render(), "text/html; charset=utf-8")
+        elif self.path == ITEMS and door is not None:
+            self._answer(door, door.list_items)
         else:
             self.send_error(404)
+
+    def do_POST(self) -> None:
+        door = cast("_RunServer", self.server).door
+        # what is left of a body that is not read is no next request
+        self.close_connection = True
+        if not self._names_this_machine():
+            self.send_error(403)
+        elif self.path != MARKS or door is None:
+            self.send_error(404)
+        else:
+            self.connection.settimeout(_BODY_S)
+            with suppress(OSError):  # the writer has gone, or is too slow
+                self._answer(door, lambda: door.take(self.headers, self.rfile))
+
+    def _names_this_machine(self) -> bool:
+        """Return True where the request is for this machine.
+
+        A page of the internet must not read prompts and responses through a name that it has bound to this machine.
+        """
+        return _OWN_HOST.fullmatch(self.headers.get("Host", "").strip()) is not None
+
+    def _answer(self, door: LabelDoor, work: Callable[[], dict[str, Any]]) -> None:
+        """Send what the door answers, as JSON, or why it does not."""
+        status, values = 200, dict[str, Any]()
+        try:
+            door.check(self.headers, cast("_RunServer", self.server).server_port)
+            values = work()
+        except RefusedError as error:
+            status, values = error.status, {"error": str(error)}
+        except (ValueError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            status, values = 500, {"error": str(error)}  # a damaged file of the run
+        self._send_body(json.dumps(values).encode(), "application/json", status)
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Print no line a request."""
@@ -127,13 +172,18 @@ class _Handler(BaseHTTPRequestHandler):
         except (ValueError, OSError) as error:  # a file that is not JSON
             self.send_error(500, explain=str(error))
             return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self._send_body(body, "text/html; charset=utf-8")
+
+    def _send_body(self, body: bytes, kind: str, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Security-Policy", _POLICY)
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cache-Control", "no-store")
         self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
 
@@ -155,11 +205,12 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(_POLL_S)
 
 
-def open_server(folders: Sequence[Path], port: int | None = None) -> _RunServer:
+def open_server(folders: Sequence[Path], port: int | None = None, marks: LabelFolder | None = None) -> _RunServer:
     """Open the server of these run folders, without serving yet.
 
     Args:
         port: None takes the usual one, or a free one where that is busy.
+        marks: folder of the marks of people; None for a server that takes none.
 
     Raises:
         ValueError: a folder does not exist, or the port is taken.
@@ -168,11 +219,11 @@ def open_server(folders: Sequence[Path], port: int | None = None) -> _RunServer:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; name the folder of a run (it is printed at a run's start).")
     try:
-        return _RunServer(folders, _PORT if port is None else port)
+        return _RunServer(folders, _PORT if port is None else port, marks)
     except (OSError, OverflowError) as error:
         if port is not None or getattr(error, "errno", 0) != errno.EADDRINUSE:
             raise ValueError(f"--port {port}: {error}") from None
-        return _RunServer(folders, 0)
+        return _RunServer(folders, 0, marks)
 
 
 def main(argv: list[str]) -> int:
@@ -184,19 +235,36 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--port", type=int, help=f"default: {_PORT}, or a free one where that is busy")
+    parser.add_argument(
+        "--label",
+        type=Path,
+        metavar="FOLDER",
+        help="also serve a page on which people mark responses; the folder gets the marks, and rows for dpo, kto and audits",
+    )
     arguments = parser.parse_args(argv)
     try:
-        server = open_server(arguments.runs, arguments.port)
-    except ValueError as error:
+        with ExitStack() as stack:
+            marks = None
+            if arguments.label is not None:
+                stack.enter_context(hold_folders({"--label": arguments.label}))
+                marks = LabelFolder(arguments.label)
+            _serve(open_server(arguments.runs, arguments.port, marks), arguments.runs)
+    except (ValueError, OSError) as error:
         print_status(f"error: {error}")
         return 2
-    print(f"{server.url} follows {', '.join(map(str, arguments.runs))}; Ctrl-C ends it", flush=True)
+    return 0
+
+
+def _serve(server: _RunServer, runs: Sequence[Path]) -> None:
+    """Serve until Ctrl-C."""
+    print(f"{server.url} follows {', '.join(map(str, runs))}; Ctrl-C ends it", flush=True)
+    if server.door is not None:
+        print(f"{server.url.rstrip('/')}{PAGE}#{server.door.token} takes marks; the address is a password", flush=True)
     try:
         with server, suppress(KeyboardInterrupt):
             server.serve_forever()
     finally:
         server.is_closing = True
-    return 0
 
 
 if __name__ == "__main__":

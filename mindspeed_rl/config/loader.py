@@ -13,6 +13,7 @@ from mindspeed_rl.config.compat.aliases import apply_aliases, rename_deprecated
 from mindspeed_rl.config.errors import ConfigError, unknown_key, unknown_value
 from mindspeed_rl.config.keys import ROLE_GROUPS, collect_names
 from mindspeed_rl.config.keys.audit import AuditKeys
+from mindspeed_rl.config.keys.deadlines import TOLERANCE_FORMS
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.keys.generate import ENGINE_SAMPLING, GenerateConfig
 from mindspeed_rl.config.keys.ignored import IGNORED
@@ -213,6 +214,8 @@ def _fill_groups(groups: dict[str, dict[str, Any]]) -> frozenset[str]:
     """Give groups the values that follow from others of their keys; return the keys of sampling_config that are written."""
     rl, generate = groups.get("rl_config", {}), groups.get("generate_config", {})
     packing, sampling = rl.get("max_packing_token_size"), generate.get("sampling_config")
+    if isinstance(tolerance := rl.get("fault_tolerance"), str) and tolerance in TOLERANCE_FORMS:
+        groups["rl_config"] = rl = {**rl, "fault_tolerance": TOLERANCE_FORMS[tolerance]}
     if isinstance(packing, list) and packing and rl.get("is_multimodal"):
         # with images upstream has a second limit, of their patches; here their tokens count as others do
         groups["rl_config"] = {**rl, "max_packing_token_size": packing[0]}

@@ -45,6 +45,21 @@ class PhaseTimes:
 
 
 @dataclass(frozen=True)
+class Moving:
+    """Devices that move between trainers and engines before an iteration, an eighth of all at a time.
+
+    Attributes:
+        low: they move to the engines where fewer than this share of the iteration's prompts are complete.
+        high: they move to the trainers where at least this share of them is.
+        move_s: seconds in which all devices wait for a move: processes end and start, and get weights.
+    """
+
+    low: float
+    high: float
+    move_s: float
+
+
+@dataclass(frozen=True)
 class Mode:
     """A trainer mode.
 
@@ -55,6 +70,7 @@ class Mode:
         num_spare: samples of a prompt beyond those that train; when enough have ended, the others are aborted.
         places: fraction of an iteration's responses that the engines work on at once.
         longest_first: prompts whose earlier responses were longest start first.
+        moving: devices move between the roles; None: they stay.
     """
 
     admission: Admission
@@ -63,6 +79,7 @@ class Mode:
     num_spare: int = 0
     places: float = math.inf
     longest_first: bool = False
+    moving: Moving | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +91,8 @@ class Outcome:
         trainer_idle, engine_idle: fraction of that time in which they waited for the other side.
         staleness: mean age of the responses that trained, in versions, by their first token.
         aborted: fraction of the generated tokens that were aborted.
+        moves: moves of devices in all iterations.
+        reversals: share of the moves that take the one before them back.
     """
 
     iteration_s: float
@@ -81,6 +100,8 @@ class Outcome:
     engine_idle: float
     staleness: float
     aborted: float = 0.0
+    moves: int = 0
+    reversals: float = 0.0
 
 
 @dataclass
@@ -110,6 +131,10 @@ class _Engine:
         self._grown = 0.0
         self._count = itertools.count()
         self.busy_s = self.num_tokens = self.num_aborted = 0.0
+
+    def set_pace(self, varying_s: float) -> None:
+        """Let responses grow at another pace from now on."""
+        self._varying = varying_s
 
     def add(self, group: _Group, length: float) -> None:
         self._waiting.append((group, length))
@@ -195,10 +220,25 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
         seed: seed of the lengths.
         by_prompt: the responses to a prompt have similar lengths.
     """
-    batch, admission = times.prompts * times.samples, mode.admission
-    fixed = _fit_scale(times, seed)
+    batch, admission, moving = times.prompts * times.samples, mode.admission, mode.moving
+    fixed, fraction, directions = _fit_scale(times, seed), mode.device_fraction, list[int]()
     engine = _Engine(fixed, fixed / batch / mode.device_fraction, mode.places * batch)
-    train_s = times.train_s / (1.0 if mode.device_fraction == 1.0 else 1.0 - mode.device_fraction)
+
+    def move() -> None:
+        """Move devices to the side that the other one waits for."""
+        nonlocal now, fraction
+        # nothing is complete before the first iteration
+        if moving is None or not taken:
+            return
+        level = len(complete) / times.prompts
+        direction = 1 if level < moving.low else -1 if level >= moving.high else 0
+        if not direction or not 2 / 8 <= fraction + direction / 8 <= 6 / 8:
+            return
+        fraction += direction / 8
+        engine.set_pace(fixed / batch / fraction)
+        now += moving.move_s
+        directions.append(direction)
+
     # other lengths than those that the scale was fitted to
     lengths, num_samples = _sample_lengths(times, seed + 1), times.samples + mode.num_spare
     prompts = _sample_prompts(times, seed + 1, num_samples)
@@ -239,6 +279,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
 
     admit(0)
     for iteration in range(_WARM + _ITERATIONS):
+        move()
         began = now
         while (chosen := choose(iteration)) is None:
             num_complete = len(complete)
@@ -248,7 +289,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
         ages += [admission.version(iteration) - groups.pop(index).version for index in chosen]
         complete.difference_update(chosen)
         waited.append(now - began)
-        advance(train_s)
+        advance(times.train_s / (1.0 if fraction == 1.0 else 1.0 - fraction))
         before_push = now
         while not mode.interrupts and (step := engine.next_end_s()) < math.inf:
             advance(step)
@@ -265,6 +306,8 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
         engine_idle=max(0.0, 1.0 - (busy[-1] - busy[_WARM - 1]) / total),
         staleness=sum(ages[_WARM * times.prompts :]) / (count * times.prompts),
         aborted=engine.num_aborted / engine.num_tokens,
+        moves=len(directions),
+        reversals=sum(a != b for a, b in itertools.pairwise(directions)) / max(1, len(directions)),
     )
 
 
@@ -410,5 +453,29 @@ def build_tail_table() -> str:
     return "\n".join(lines)
 
 
+#: `low` and `high` of devices that move
+_LEVELS = ((0.5, 1.0), (0.5, 1.25), (0.25, 1.5))
+#: seconds of a move at least
+_MOVE_S = 60.0
+
+
+def build_moving_table() -> str:
+    """Return a Markdown table of devices that move between the roles, from half of them on each side."""
+    lines = [
+        "| phase times | roles | s an iteration | times best split | moves | moves taken back |",
+        "|---|---|---|---|---|---|",
+    ]
+    for times in _PUBLISHED:
+        half = Mode(Admission("pace", 1, times.prompts), True, 0.5)
+        best_s = min(simulate(times, replace(half, device_fraction=eighths / 8)).iteration_s for eighths in range(2, 7))
+        move_s = max(_MOVE_S, times.push_s)
+        moving = [(f"move below {low:g}, from {high:g}", Moving(low, high, move_s)) for low, high in _LEVELS]
+        for name, levels in [("stay", None), *moving]:
+            outcome = simulate(times, replace(half, moving=levels))
+            cells = [times.name, name, f"{outcome.iteration_s:.0f}", f"{best_s / outcome.iteration_s:.2f}"]
+            lines.append("| " + " | ".join([*cells, f"{outcome.moves}", f"{outcome.reversals:.0%}"]) + " |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(f"{build_table()}\n\n{build_partial_table()}\n\n{build_tail_table()}")
+    print(f"{build_table()}\n\n{build_partial_table()}\n\n{build_tail_table()}\n\n{build_moving_table()}")

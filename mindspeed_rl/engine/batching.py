@@ -47,6 +47,7 @@ class Rows:
         routing: one [length, routed layers of this stage, experts a token] int16 tensor a row: the experts of its tokens;
             the model's routers choose for a token with -1. None: they choose for all.
         images: images of each row in the order of their tokens, sequence by sequence; None for a model of text.
+        pattern: where there are no rows, those whose columns fillers have, of other data-parallel ranks.
     """
 
     input_ids: list[Tensor]
@@ -57,6 +58,7 @@ class Rows:
     sequences: list[list[tuple[int, int]]] | None = None
     routing: list[Tensor] | None = None
     images: list[tuple[PreparedImage, ...]] | None = None
+    pattern: Rows | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -97,7 +99,7 @@ class Rows:
         return [[sum(span) for span in spans] for spans in self.sequences]
 
     def select(self, indexes: Sequence[int]) -> Rows:
-        """Return the rows at these indexes, in that order, each a group."""
+        """Return the rows at these indexes, in that order, each a group; none of them with these as their pattern."""
         return Rows(
             input_ids=[self.input_ids[i] for i in indexes],
             prompt_lengths=[self.prompt_lengths[i] for i in indexes],
@@ -106,6 +108,7 @@ class Rows:
             sequences=None if self.sequences is None else [self.sequences[i] for i in indexes],
             routing=None if self.routing is None else [self.routing[i] for i in indexes],
             images=None if self.images is None else [self.images[i] for i in indexes],
+            pattern=None if indexes else self.pattern or self,
         )
 
 
@@ -468,6 +471,8 @@ def split_rows(rows: Rows, shape: BatchShape, batching: MicroBatching, *, min_co
         The indices of the rows of each micro-batch.
     """
     budget = batching.token_budget
+    if not len(rows):
+        return []
     if shape.shares_prefixes and budget is not None:
         # rows with the same prompt take fewer tokens in one micro-batch than in several
         prompts = [spans[0][0] for spans in rows.spans]

@@ -261,9 +261,9 @@ class CheckpointSaver:
         return finish
 
     def _note_best(self, run_state: Mapping[str, object]) -> None:
-        """Note which checkpoint `keep_best` keeps."""
+        """Note which checkpoint `keep_best` of the actor keeps; the other roles keep theirs, to resume with it."""
         best = run_state.get(BEST_ITERATION)
-        self.best = best if isinstance(best, int) and self.engine.config.keep_best else None
+        self.best = best if isinstance(best, int) else None
 
     def remove_old(self, iteration: int, *, spare: int = 0) -> None:
         """Remove the checkpoints up to this iteration that `keep_last` leaves out, but for so many, and for the best one."""

@@ -26,6 +26,7 @@ def count_together(count: int, group: dist.ProcessGroup) -> int:
 
 def build_filler(rows: Rows, shape: BatchShape, device: torch.device, min_size: tuple[int, int] = (0, 0)) -> MicroBatch:
     """Return a micro-batch without rows, for a rank that has one less than others: two tokens of prompt, no predicted one."""
+    rows = rows.pattern or rows
     filler = Rows(
         input_ids=[torch.full((2,), shape.pad_id)],
         prompt_lengths=[2],

@@ -528,7 +528,8 @@ class TrainEngine:
     def _micro_batches(self, rows: Rows, batching: MicroBatching) -> list[MicroBatch]:
         """Build this rank's micro-batches; equally many on all data-parallel ranks (empty ones have no loss)."""
         groups = split_rows(rows, self.shape, batching)
-        count = len(groups)
+        # a step may have fewer rows than there are data-parallel ranks
+        count = max(1, len(groups))
         if batching.token_budget is not None:
             # experts of other ranks take part in every micro-batch, so all must run equally many
             count = count_together(count, parallel_state.get_data_parallel_group_gloo())

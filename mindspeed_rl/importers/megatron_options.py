@@ -322,11 +322,28 @@ def _list_layers(run: Import, command: SourceCommand) -> str | None:
     first, last = ([] if command.get(name) is None else [command.count(name, 1)] for name in names)
     if not first and not last:
         return None
-    middle = command.count("pipeline_model_parallel_size", 1) - len(first) - len(last)
-    rest = -1 if command.get("num_layers") is None else command.count("num_layers", 1) - sum(first) - sum(last)
-    if rest < 0 or middle < 0 or (rest % middle if middle else rest):
+    num_layers = None if command.get("num_layers") is None else command.count("num_layers", 1)
+    layers = divide_layers(num_layers, command.count("pipeline_model_parallel_size", 1), first, last)
+    if layers is None:
         for option in run.list_given(" ".join(names)):
             run.refuse(option, "it does not follow how many layers the other stages have; write num_layer_list")
+    return layers
+
+
+def divide_layers(num_layers: int | None, stages: int, first: list[int], last: list[int]) -> str | None:
+    """Return `num_layer_list` where the first or the last pipeline stage has its own number of layers, and the others share.
+
+    Args:
+        num_layers: layers of the model; None where they are not known.
+        stages: pipeline stages.
+        first, last: layers of the first and of the last stage; empty where it shares.
+
+    Returns:
+        None where it does not follow how many layers the other stages have.
+    """
+    middle = stages - len(first) - len(last)
+    rest = -1 if num_layers is None else num_layers - sum(first) - sum(last)
+    if rest < 0 or middle < 0 or (rest % middle if middle else rest):
         return None
     return ",".join(str(size) for size in [*first, *([rest // middle] * middle if middle else []), *last])
 

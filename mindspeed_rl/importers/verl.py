@@ -10,12 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.catalogue import ADVANTAGES
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.config.keys.ignored import IGNORED
 from mindspeed_rl.files import read_json
+from mindspeed_rl.importers.megatron_options import divide_layers
 from mindspeed_rl.importers.options import (
     UNSET,
     Option,
@@ -707,6 +709,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             **weights,
             **{f"{ACTOR}.adam_beta{place}": float(beta) for place, beta in enumerate(betas, 1)},
             f"{ACTOR}.sequence_parallel": True if splits else None,
+            f"{ACTOR}.num_layer_list": _list_stage_layers(run, command, model, layout),
             f"{ACTOR}.context_parallel_size": layout.context if layout.engine != "megatron" else None,
             f"{ACTOR}.expert_model_parallel_size": layout.expert if layout.engine == "veomni" else None,
             f"{ENGINE}.speculative_config": drafts,
@@ -716,6 +719,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             "freeze_vit": "verl's tower includes the projector",
             **dict.fromkeys(("train_iters", "train_epochs"), length),
             "context_parallel_size": "Ulysses",
+            "num_layer_list": "the layers that config.json has, less those of the first and the last stage",
             "weight_decay": "" if layout.engine == "megatron" else "there of norms and biases too, which have none here",
             "num_npus": "over all nodes",
             "actor_resource.num_npus": "over all nodes",
@@ -833,15 +837,42 @@ def _read_prediction(
 
 def _count_prediction_layers(command: SourceCommand, prefix: str) -> int:
     """Return the prediction layers of config.json where the folder is here; otherwise 1, as published models have it."""
+    shape = _read_model_shape(command, prefix)
+    return shape.get("num_nextn_predict_layers") or shape.get("mtp_num_hidden_layers") or 1
+
+
+def _read_model_shape(command: SourceCommand, prefix: str) -> dict[str, Any]:
+    """Return config.json of the model where the folder is here, with the entries of its language model; otherwise nothing.
+
+    Raises:
+        ConfigError: the file is not JSON.
+    """
     config = Path(command.text(f"{prefix}path")).expanduser() / "config.json"
     if not config.is_file():
-        return 1
+        return {}
     try:
         shape = read_json(config)
     except ValueError as error:
         raise ConfigError([f"{prefix}path: {config} is not JSON: {error}"]) from error
-    shape |= shape.get("text_config", {})
-    return shape.get("num_nextn_predict_layers") or shape.get("mtp_num_hidden_layers") or 1
+    return {**shape, **shape.get("text_config", {})}
+
+
+def _list_stage_layers(run: Import, command: SourceCommand, model: str, layout: Layout) -> str | None:
+    """Return the layers of each pipeline stage where the first or the last one has a number of its own.
+
+    The layers of the others follow from config.json, and from the run file where the folder is elsewhere.
+    """
+    group = "engine." if command.program == "sft" else f"{_ACTOR}megatron."
+    names = [f"{group}override_transformer_config.num_layers_in_{place}_pipeline_stage" for place in ("first", "last")]
+    first, last = ([] if command.get(name) is None else [command.count(name, 1)] for name in names)
+    if layout.engine != "megatron" or layout.pipeline == 1 or not (first or last):
+        return None
+    num_layers = _read_model_shape(command, model).get("num_hidden_layers")
+    layers = divide_layers(num_layers, layout.pipeline, first, last)
+    if layers is None and num_layers is not None:
+        stages = f"{num_layers} layers of config.json over {layout.pipeline} stages"
+        run.refuse(" ".join(run.list_given(" ".join(names))), f"the other stages would not have equally many: {stages}")
+    return layers
 
 
 def _read_length(run: Import, command: SourceCommand, batch: _Batch) -> tuple[int | None, float | None, str]:

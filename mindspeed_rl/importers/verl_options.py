@@ -63,6 +63,8 @@ def _put(names: str, prefix: str) -> str:
 
 
 _SEQUENCES = part("sequence_parallel", off="without effect where the tensor parallel size is 1")
+#: the other stages follow from the number of layers
+_STAGE_LAYERS = part("num_layer_list", off="read where config.json of the model is here; elsewhere write num_layer_list")
 _ULYSSES = part("context_parallel_size", off="read only with FSDP")
 _ENGINE_NAME = with_others("the engine")
 _FUNCTION = part("verifier_function dataset_additional_keys", off="verl's own reward", by_nature=True)
@@ -186,8 +188,8 @@ TRANSFORMER: dict[str, Option] = {
         f"{MEGATRON}.moe_token_dispatcher_type",
         values={"alltoall": "alltoall", "alltoall_seq": "alltoall_seq", "allgather": "allgather", "flex": "alltoall"},
     ),
-    "num_layers_in_first_pipeline_stage": no_effect("layers of the stages change no result; write num_layer_list for them"),
-    "num_layers_in_last_pipeline_stage": no_effect("layers of the stages change no result; write num_layer_list for them"),
+    "num_layers_in_first_pipeline_stage": _STAGE_LAYERS,
+    "num_layers_in_last_pipeline_stage": _STAGE_LAYERS,
     **dict.fromkeys(
         (
             "attention_backend use_flash_attn apply_rope_fusion gradient_accumulation_fusion masked_softmax_fusion "

@@ -20,7 +20,7 @@ from mindspeed_rl.planner.shapes import (
     plan_role,
 )
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.batch_sizes import Sizes
+from mindspeed_rl.run.batch_sizes import Sizes, rows_per_replica
 from mindspeed_rl.run.placement import Layout, Placement
 from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 
@@ -255,8 +255,7 @@ class RunShape:
             return max(getattr(rl, f"{use}_max_packing_token_size"), self.max_len)
         if use != "update":
             rows = getattr(rl, f"{use}_forward_micro_batch_size") or rows
-        replica_rows = Fraction(self.sizes.step_samples) / Fraction(self.sizes.actor.dp_size)
-        return min(rows, max(1.0, float(replica_rows))) * self.max_len
+        return min(rows, float(rows_per_replica(self.sizes.step_samples, self.sizes.actor.dp_size))) * self.max_len
 
     def count_image_tokens(self, model: Model, prompt: float | None = None) -> float:
         """Return the most tokens that images take in a row; 0 for a model of text.
@@ -288,7 +287,7 @@ class RunShape:
         """Micro-batches of an optimizer step on one replica."""
         rl = self.cfg.rl_config
         if rl is not None and self.generate is not None and rl.use_dynamic_bsz:
-            samples = Fraction(self.sizes.step_samples) / Fraction(self.sizes.actor.dp_size)
+            samples = Fraction(rows_per_replica(self.sizes.step_samples, self.sizes.actor.dp_size))
             return max(1, int(samples * self.max_len / Fraction(self.tokens("update"))))
         return max(1, int(self.sizes.accumulation_steps))
 

@@ -32,6 +32,7 @@ from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_row_length, assume_samples
 from mindspeed_rl.planner.shapes import count_trained_adapters, list_grouped_ops
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.batch_sizes import rows_per_replica
 from mindspeed_rl.run.phases import Phases
 
 _POINTS = 48
@@ -445,8 +446,8 @@ def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> di
     generate, engine = run.generate, plan_engine(run)
     assert generate is not None and engine is not None
     lengths, prompt = samples.lengths, samples.prompt
-    replicas = float(run.sizes.rollout.dp_size)
-    count = run.sizes.rollout_samples / replicas
+    # those without a sample do not count
+    count = float(rows_per_replica(run.sizes.rollout_samples, run.sizes.rollout.dp_size))
     room = engine.cache.room / max(1.0, engine.cache.bytes_per_token * (lengths.mean + prompt))
     slots = max(1.0, min(float(generate.max_num_seqs), room, count))
     tensor, model_config = run.sizes.rollout.tensor, run.actor.plan.model_config

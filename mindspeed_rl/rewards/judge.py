@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from mindspeed_rl import registry
 from mindspeed_rl.files import describe_missing
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
+from mindspeed_rl.redaction import hide_in_text
 from mindspeed_rl.rewards.rubric import (
     TEMPLATE,
     Criterion,
@@ -76,6 +77,7 @@ class JudgeForm:
 
     Attributes:
         scores: of the last requests; equal ones, as groups of like responses make them, get theirs from here.
+        verdicts: of the last requests about a rubric: whether each criterion is met.
     """
 
     def __init__(self, settings: RewardSettings) -> None:
@@ -96,6 +98,7 @@ class JudgeForm:
         if settings.judge_parser is not None:
             self._parse = registry.load(settings.judge_parser, "rl_config.judge_parser")
         self.scores: dict[str, Score] = {}
+        self.verdicts: dict[str, tuple[bool, ...]] = {}
         #: criteria of the last requests
         self._criteria: dict[str, tuple[Criterion, ...]] = {}
 
@@ -137,9 +140,11 @@ class JudgeForm:
             score = self._parse(reply)
         else:
             try:
-                score = score_verdicts(criteria, read_verdicts(reply, len(criteria)))
+                verdicts = read_verdicts(reply, len(criteria))
             except RubricError as error:
                 raise JudgeError(str(error)) from None
+            score = score_verdicts(criteria, verdicts)
+            _remember(self.verdicts, text, tuple(verdicts))
         _remember(self.scores, text, score)
         return score
 
@@ -169,7 +174,7 @@ class Judge:
             )
         address = urlsplit(settings.judge_url)
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise ValueError(f"rl_config.judge_url is '{settings.judge_url}'; it must look like http://host:port/v1")
+            raise ValueError(f"rl_config.judge_url is '{hide_in_text(settings.judge_url)}'; it must look like http://host:port/v1")
         self._server = address.netloc.rpartition("@")[2]
         self._url = settings.judge_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._model = settings.judge_model or "default"

@@ -18,6 +18,8 @@ from mindspeed_rl.rewards.samples import RewardSample
 
 #: names of the text of a criterion, and of its weight, in published data (HealthBench, Rubrics as Rewards, NeMo Gym)
 _TEXTS, _WEIGHTS = ("criterion", "description", "text", "question"), ("weight", "points", "score")
+#: expected answer of a criterion that is a question (NeMo Gym)
+_EXPECTED = "pass_criteria"
 #: criteria of one row, at most: all are in one request
 _MAX_CRITERIA = 64
 TEMPLATE = """Judge the answer to a question by a list of criteria. Each criterion is met or it is not.
@@ -93,7 +95,21 @@ def _read_criterion(item: object, where: str) -> Criterion:
         raise RubricError(f"{where}: it has no text under {', '.join(_TEXTS)}, but {', '.join(map(str, item)) or 'nothing'}")
     if not is_number(weight) or not weight:
         raise RubricError(f"{where}: its weight is {weight!r}; it must be a number other than 0")
-    return Criterion(" ".join(text.split()), float(weight))
+    return Criterion(" ".join(text.split()) + _read_expected(item.get(_EXPECTED), where), float(weight))
+
+
+def _read_expected(value: object, where: str) -> str:
+    """Return what the text of a question says about its expected answer: nothing where that is yes.
+
+    Raises:
+        RubricError: it is neither yes nor no.
+    """
+    word = value.strip().casefold() if isinstance(value, str) else value
+    if word in (None, "", "yes"):
+        return ""
+    if word == "no":
+        return " (met where the answer is no)"
+    raise RubricError(f"{where}: its {_EXPECTED} is {value!r}; it must be YES or NO")
 
 
 def read_verdicts(reply: str, count: int) -> list[bool]:

@@ -91,6 +91,7 @@ class RewardSettings:
     reward_failure_policy: Literal["drop", "retry", "zero"] = "drop"
     reward_failure_limit: float = 0.1
     external_plugins: tuple[str, ...] = ()
+    environment: str | None = None
     judge_url: str | None = None
     judge_model: str | None = None
     judge_prompt: str | None = None

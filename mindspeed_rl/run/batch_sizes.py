@@ -13,6 +13,7 @@ Supervised stages count samples and have no rollout.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
@@ -139,24 +140,45 @@ class Sizes:
     @property
     def accumulation_steps(self) -> Number:
         """Micro-batches of one optimizer step on one data-parallel rank."""
+        if self.step_samples < self.actor.dp_size:
+            return 1
         return simplify(Fraction(self.step_samples) / (self.micro_batch_size * self.actor.dp_size))
+
+    @property
+    def rollout_rows(self) -> Number:
+        """Rows of a rollout replica that has any; of servers, which take samples one by one, the most that are its share."""
+        rows = rows_per_replica(self.rollout_samples, self.rollout.dp_size)
+        return math.ceil(rows) if self.rollout.dedicated else rows
+
+    @property
+    def idle_rollout_replicas(self) -> int:
+        """Rollout replicas without a sample: a rollout has fewer samples than replicas."""
+        return _count_idle(self.rollout_samples, self.rollout.dp_size)
+
+    @property
+    def idle_actor_replicas(self) -> int:
+        """Data-parallel replicas of the actor without a row: an optimizer step has fewer rows than replicas."""
+        return 0 if self.counting == "samples" else _count_idle(self.step_samples, self.actor.dp_size)
 
     def dispatch_sizes(self) -> dict[str, Number]:
         """Return every dispatch size: the run file's where it sets one, else the derived one (rows)."""
         rows, trained = Fraction(self.rollout_samples), Fraction(self.train_samples)
         ref, critic = self.ref or self.actor, self.critic
         derived: dict[str, Number] = {
-            "actor_rollout_dispatch_size": rows / self.rollout.dp_size,
-            "actor_logprob_dispatch_size": trained / self.actor.dp_size,
-            "ref_dispatch_size": rows / ref.dp_size,
-            "reward_dispatch_size": rows / (self.reward.dp_size if self.reward and not self.rule_reward else self.num_nodes),
+            "actor_rollout_dispatch_size": self.rollout_rows,
+            "actor_logprob_dispatch_size": rows_per_replica(trained, self.actor.dp_size),
+            "ref_dispatch_size": rows_per_replica(rows, ref.dp_size),
+            "reward_dispatch_size": rows_per_replica(
+                rows, self.reward.dp_size if self.reward and not self.rule_reward else self.num_nodes
+            ),
             "adv_dispatch_size": trained,
-            "actor_update_dispatch_size": trained / self.actor.dp_size,
-            "dynamic_sampling_dispatch_size": rows / self.num_nodes,
+            "actor_update_dispatch_size": rows_per_replica(trained, self.actor.dp_size),
+            "dynamic_sampling_dispatch_size": rows_per_replica(rows, self.num_nodes),
             "kl_dispatch_size": rows,
         }
         if critic is not None:
-            derived["critic_value_dispatch_size"] = derived["critic_update_dispatch_size"] = rows / critic.dp_size
+            size = rows_per_replica(rows, critic.dp_size)
+            derived["critic_value_dispatch_size"] = derived["critic_update_dispatch_size"] = size
         if self.overlapping:
             derived = {name: _split_rows(rows, _DISPATCHES[name], self.micro_batch_size) for name, rows in derived.items()}
         return {name: simplify(value) for name, value in {**derived, **self.dispatch}.items()}
@@ -185,6 +207,16 @@ class Sizes:
             # unset it counts as 1, and suggestions start from there
             return self.steps_per_generation or 1
         return getattr(self, name)
+
+
+def rows_per_replica(rows: Number, replicas: Number) -> Number:
+    """Return the rows of a replica, where any has some: 1 where there are fewer rows than replicas."""
+    return max(simplify(Fraction(rows) / replicas), 1)
+
+
+def _count_idle(rows: int, replicas: Number) -> int:
+    """Return how many replicas have no row."""
+    return max(0, int(replicas) - rows)
 
 
 def _split_rows(rows: Number, dispatches: int, unit: int) -> Number:
@@ -366,6 +398,8 @@ def batch_table(sizes: Sizes, train_iters: int | None) -> dict[str, str | int | 
             "num_optimizer_steps": steps,
             "num_rollout_replicas": sizes.rollout.dp_size,
         }
+        idle = {"idle_rollout_replicas": sizes.idle_rollout_replicas, "idle_actor_replicas": sizes.idle_actor_replicas}
+        table |= {name: count for name, count in idle.items() if count}
     if train_iters is not None:
         table |= {
             "train_iters": train_iters,

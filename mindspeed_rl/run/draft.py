@@ -18,7 +18,7 @@ from mindspeed_rl.config.keys.rl import Resource, RLConfig
 from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.config.run import CRITIC_FOLDER, Derivation, PlatformName, RunConfig
 from mindspeed_rl.config.threads import Threads, decide_threads
-from mindspeed_rl.run.batch_sizes import read_sizes
+from mindspeed_rl.run.batch_sizes import read_sizes, rows_per_replica
 from mindspeed_rl.run.deadlines import resolve_deadlines
 from mindspeed_rl.run.objective import read_objective, unusable_plugins
 from mindspeed_rl.run.placement import Placement, place
@@ -271,9 +271,7 @@ def _derive_sequences(cfg: RunConfig) -> Derivation | None:
     sizes = read_sizes(cfg, place(cfg))
     if sizes is None or not sizes.can_divide:
         return None
-    responses = Fraction(sizes.rollout_samples) / Fraction(sizes.rollout.dp_size)
-    if responses < 1:
-        return None
+    responses = Fraction(rows_per_replica(sizes.rollout_samples, sizes.rollout.dp_size))
     limit = engine_limits(cfg.platform).sequences  # beyond this a device gains little, and memory for them runs out
     value = min(-(-responses.numerator // responses.denominator), limit)
     bound = f", at most {limit}" if value == limit else ""

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from mindspeed_rl.platform import platform_class, resolve_name
+from mindspeed_rl.redaction import hide_in_text
 from mindspeed_rl.run import Run
 
 _GIB = 1 << 30
@@ -96,7 +97,7 @@ def check_server(url: str, key: str) -> None:
     address = urlsplit(url)
     is_local = address.hostname in ("127.0.0.1", "localhost", "::1")
     if address.scheme not in ("http", "https") or not address.hostname:
-        raise ValueError(f"{key} is '{url}'; it must look like http://host:port/v1")
+        raise ValueError(f"{key} is '{hide_in_text(url)}'; it must look like http://host:port/v1")
     if not is_local and any(os.environ.get(name) for name in _PROXIES):
         return
     try:
@@ -105,7 +106,7 @@ def check_server(url: str, key: str) -> None:
             return
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(f"{key}: {url} cannot be reached ({reason}); start the server before the run") from error
+        raise ValueError(f"{key}: {hide_in_text(url)} cannot be reached ({reason}); start the server before the run") from error
 
 
 def wait_for_servers(run: Run) -> None:

@@ -13,7 +13,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -35,6 +37,8 @@ _SERVICES = {"gcs_server": "control service", "raylet": "node service"}
 _services: list[tuple[str, psutil.Process]] = []
 #: pid of a stopped control service -> when it was first seen so
 _stopped_s: dict[int, float] = {}
+#: longest wait for a connection to a node that may be gone
+_PROBE_S = 2.0
 #: half of the time after which Ray ends the processes of a control service that does not answer
 _STOP_LIMIT_S = 30.0
 #: a connection to a live server of Ray (gRPC) begins with these bytes and a frame of settings (type 4), RFC 9113
@@ -279,6 +283,64 @@ def _start_ray(folder: str, cpus: int, resource: str | None) -> None:
         raise TimeoutError(
             f"Ray did not start within {limit_s:g} s: the machine is overloaded, or Ray's processes end; see Ray's logs."
         ) from error
+
+
+@dataclass(frozen=True)
+class LiveDevices:
+    """Devices of the nodes of a cluster that are alive.
+
+    Attributes:
+        count: devices of all nodes.
+        nodes: nodes with any.
+    """
+
+    count: int
+    nodes: int
+
+    def are_enough(self, count: int, nodes: int) -> bool:
+        """Return True where a run of so many devices on so many nodes can start."""
+        return self.count >= count and self.nodes >= nodes
+
+
+def count_live_devices(platform_name: str) -> LiveDevices:
+    """Return the devices of the cluster that this process has joined, of nodes that can be reached.
+
+    Ray takes up to a minute to notice that a node is gone.
+    """
+    resource = platform_class(platform_name).ray_resource or "CPU"
+    nodes = (node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0) >= 1)
+    counts = [int(node["Resources"][resource]) for node in nodes if _is_reached(node)]
+    return LiveDevices(sum(counts), len(counts))
+
+
+def _is_reached(node: Mapping[str, Any]) -> bool:
+    """Return True where Ray's service of a node accepts a connection."""
+    with contextlib.suppress(OSError):
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=_PROBE_S).close()
+        return True
+    return False
+
+
+def wait_for_devices(platform_name: str, count: int, nodes: int, timeout_s: float) -> LiveDevices | None:
+    """Return the devices of the cluster of RAY_ADDRESS, once a run of this size can start there, or after the time.
+
+    Returns:
+        None where this process starts its own cluster, which has no nodes to lose.
+
+    Raises:
+        TimeoutError: the head of the cluster does not answer.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        return None
+    end_s = time.monotonic() + timeout_s
+    try:
+        join_cluster(address)
+        while not (live := count_live_devices(platform_name)).are_enough(count, nodes) and time.monotonic() < end_s:
+            time.sleep(0.5)
+        return live
+    finally:
+        ray.shutdown()
 
 
 def is_own_cluster() -> bool:

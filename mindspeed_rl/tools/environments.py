@@ -19,6 +19,8 @@ from mindspeed_rl import registry
 from mindspeed_rl.bounds import is_number
 from mindspeed_rl.config.run_files import check_yaml
 from mindspeed_rl.files import describe_missing
+from mindspeed_rl.rewards.swift_plugins import ENVIRONMENTS, GymEnvironment
+from mindspeed_rl.rewards.worker import load_plugin
 from mindspeed_rl.tools import openenv
 from mindspeed_rl.tools.interface import Environment, JsonObject
 from mindspeed_rl.tools.option_reader import OptionReader
@@ -119,6 +121,36 @@ def make_environment_factory(
         if missing:
             raise ValueError(f"{_SUBJECT}: {target} has no {' and no '.join(missing)}")
     return lambda: _CheckedEnvironment(factory(**(args or {})), target, timeout_s or _STEP_LIMIT_S)
+
+
+def open_environment(spec: EnvironmentSpec, external_plugins: Sequence[str]) -> Callable[[], Environment]:
+    """Return a function that creates an environment of a run file in this process.
+
+    Args:
+        external_plugins: files whose `envs` may have its name.
+
+    Raises:
+        ValueError: there is no such class or name, or the file of the environment has keys of a program.
+    """
+    if spec.python is not None:
+        raise ValueError(f"{_SUBJECT}: {spec.target} runs in this process; 'python' is for {PREFIX}NAME")
+    if spec.variables:
+        raise ValueError(f"{_SUBJECT}: {spec.target} runs in this process; 'env' is for {PREFIX}NAME")
+    target, args = spec.target, spec.args
+    if ":" not in target:
+        for path in external_plugins:
+            load_plugin(path)
+        if target not in ENVIRONMENTS:
+            known = ", ".join(ENVIRONMENTS) or "nothing"
+            raise ValueError(f"{_SUBJECT}: '{target}' is not in envs of external_plugins; {known} is")
+        target, args = f"{GymEnvironment.__module__}:{GymEnvironment.__name__}", {"name": target}
+    return make_environment_factory(target, args, timeout_s=spec.timeout_s)
+
+
+def is_for_roles(target: str) -> bool:
+    """Return True for a class with `roles`, which only the loop of that name can play."""
+    is_class = ":" in target and not target.startswith((openenv.PREFIX, PREFIX))
+    return is_class and hasattr(registry.load(target, _SUBJECT, wraps=Exception), "roles")
 
 
 class RolesEnvironment(Protocol):

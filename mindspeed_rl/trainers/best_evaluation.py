@@ -68,7 +68,7 @@ class EvaluationProgress:
         value = results.get(self._metric, math.nan)
         self._values = {step: known for step, known in self._values.items() if step < iteration} | {iteration: value}
         self._decide()
-        if self.kept_iteration == iteration and self._config.keep_best:
+        if self.best_checkpoint == iteration:
             self._note(f"best so far: {self._metric} {value:.4g} after iteration {iteration}")
         if self.end_reason:
             self._note(f"the run ends: {self.end_reason}")
@@ -79,11 +79,16 @@ class EvaluationProgress:
         """Iteration of the best evaluation that may have a checkpoint; None before the first."""
         return self._find_best(first=1)
 
+    @property
+    def best_checkpoint(self) -> int | None:
+        """Iteration of the checkpoint that all roles keep; None where `keep_best` of the actor is off."""
+        return self.kept_iteration if self._config.keep_best else None
+
     def needs_checkpoint(self, iteration: int) -> bool:
         """Return True where the evaluation after this iteration is the best one to keep, or ends the run."""
         if self._config.save is None or iteration not in self._values:
             return False
-        return bool(self.end_reason) or self._config.keep_best and self.kept_iteration == iteration
+        return bool(self.end_reason) or self.best_checkpoint == iteration
 
     def _find_best(self, *, first: int = 0) -> int | None:
         """Return the iteration of the best evaluation from iteration `first` on; of equal ones the earliest."""
@@ -117,12 +122,12 @@ class EvaluationProgress:
         values = [[step, None if math.isnan(value) else value] for step, value in sorted(self._values.items())]
         content = {"metric": self._metric, "best": best, "evaluations": values}
         write_file(self._file, json.dumps(content, indent=1) + "\n", makes_folder=True)
-        if self._config.keep_best and self._config.save_hf and kept is not None:
+        if self.best_checkpoint is not None and self._config.save_hf:
             folder = self._file.parent / EXPORTS
             folder.mkdir(exist_ok=True)
             partial = folder / f"{BEST}.partial"
             partial.unlink(missing_ok=True)
-            partial.symlink_to(f"iter_{kept:07d}")
+            partial.symlink_to(f"iter_{self.best_checkpoint:07d}")
             os.replace(partial, folder / BEST)
 
 

@@ -117,8 +117,8 @@ class OldPolicy:
         assert objective is not None
         if not objective.reads_rollout_policy:
             return cls(plan.num_train_samples, recorded=False)
-        # all replicas compute the same number of rows
-        replicas = plan.dp_size
+        # all replicas compute the same number of rows, or one and none
+        replicas = min(plan.dp_size, plan.num_train_samples)
         per_replica = math.ceil(plan.num_train_samples // replicas * objective.old_log_probs_check_fraction)
         return cls(
             plan.num_train_samples,

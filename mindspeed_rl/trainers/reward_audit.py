@@ -6,11 +6,10 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects
@@ -23,30 +22,13 @@ from mindspeed_rl.rewards.samples import RewardResult, RewardSample, select_rewa
 from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.audit_rewards import derive_audit_rewards
 from mindspeed_rl.thoughts import remove_thought
 from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.evaluation import Evaluator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def derive_audit_rewards(rl: RLConfig, audit: AuditKeys) -> RLConfig:
-    """Return the keys of the run's rewards with the functions and the judge of the audit in their place."""
-    return replace(
-        rl,
-        rule_reward=True,
-        verifier_function=list(audit.verifier_function),
-        verifier_weight=list(audit.verifier_weight) or [1.0] * len(audit.verifier_function),
-        judge_url=audit.judge_url,
-        judge_model=audit.judge_model,
-        judge_prompt=audit.judge_prompt,
-        judge_parser=audit.judge_parser,
-        judge_weight=1.0,
-        # the check is of the answer, not of its length
-        overlong_buffer_enable=False,
-        missing_eos_penalty=0.0,
-    )
 
 
 def open_audit_pool(run: Run) -> RewardPool | None:
@@ -100,13 +82,12 @@ class RewardAuditor:
         return self._pool is not None and (iteration % self._keys.interval == 0 or iteration == self._last)
 
     def run(self, iteration: int) -> Metrics:
-        """Return audit/earned, audit/audited and audit/gap where an audit is due after this iteration, else nothing.
+        """Return audit/earned, audit/audited and audit/gap of the weights after this iteration, which is one where it is due.
 
         Both are fractions of their largest weights; responses that one of the two cannot score are counted in audit/unscored.
         """
+        assert self._pool is not None  # else no audit is due
         metrics = Metrics()
-        if self._pool is None or not self.is_due(iteration):
-            return metrics
         trajectories = self._evaluator.generate(self._items, EvaluationSampling(temperature=None))
         samples = [self._read_sample(item, trajectory) for item, trajectory in zip(self._items, trajectories)]
         earned = self._evaluator.score_trajectories(self._items, trajectories)

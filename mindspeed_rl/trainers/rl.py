@@ -157,8 +157,8 @@ class RLTrainer(TrainingLoop):
         self.collect(self.actors.save(iteration, self._state(iteration)))
 
     def _ends_early(self, iteration: int) -> bool:
-        """Return True, with this iteration saved, after SIGTERM while iterations are left."""
-        if iteration + 1 == self.schedule.train_iters or not self.termination.requested:
+        """Return True, with this iteration saved, after SIGTERM or for a restart while iterations are left."""
+        if iteration + 1 == self.schedule.train_iters or not self.termination.ends_loop:
             return False
         self.termination.ends_early = True
         if not self.schedule.saves(iteration) and not self.progress.needs_checkpoint(iteration + 1):
@@ -180,5 +180,5 @@ class RLTrainer(TrainingLoop):
 
     def _state(self, iteration: int) -> dict[str, object]:
         """Return the state that a resumed run needs besides weights."""
-        best = {BEST_ITERATION: self.progress.kept_iteration}
+        best = {BEST_ITERATION: self.progress.best_checkpoint}
         return self.schedule.state_dict(iteration) | best | {"rollout": self.rollout.state_dict()}

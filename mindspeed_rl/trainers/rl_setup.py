@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl import registry
 from mindspeed_rl.checkpoint.model_source import (
     check_weights,
     describe_fresh_head,
@@ -46,6 +48,7 @@ from mindspeed_rl.rewards.totals import read_part_weights
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.trajectory import make_trial_columns
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.audit_rewards import derive_audit_rewards
 from mindspeed_rl.run.columns import list_worker_columns
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
 from mindspeed_rl.run.length import resolve_length
@@ -55,6 +58,8 @@ from mindspeed_rl.run.paths import with_absolute_paths
 from mindspeed_rl.run.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.run.rules.validation import missing_for_training
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
+from mindspeed_rl.tools.environment_check import check_environment
+from mindspeed_rl.tools.environments import open_environment, read_environment
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
 from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
@@ -76,7 +81,6 @@ from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_samp
 from mindspeed_rl.trainers.reward_audit import (
     ResponseDiversity,
     RewardAuditor,
-    derive_audit_rewards,
     open_audit_pool,
     select_audit_items,
 )
@@ -243,7 +247,14 @@ def _check_audit(run: Run, env: Mapping[str, str]) -> None:
         return
     rewards = derive_audit_rewards(run.rl, audit)
     if violations := check_reward_functions(rewards) or dry_run_reward_functions(rewards, env).violations:
-        raise ConfigError(text.replace("rl_config.verifier_function", "audit.verifier_function") for text in violations)
+        raise ConfigError(re.sub(r"rl_config\.(verifier_function|environment)", r"audit.\1", text) for text in violations)
+    if audit.environment is not None:
+        registry.search_folders(run.config.plugin_folders)
+        try:
+            check_environment(audit.environment, "audit.environment")
+            open_environment(read_environment(audit.environment), rewards.external_plugins)
+        except ValueError as error:
+            raise ValueError(str(error).replace("rl_config.environment", "audit.environment")) from error
     if audit.judge_prompt is not None:
         JudgeForm(RewardSettings.from_config(rewards, max_tokens=run.config.response_limit))
 
@@ -476,7 +487,7 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
     sets = select_sets(run, inputs.held_out, inputs.eval_sets)
     evaluator = Evaluator(run, sets, actors, services.rewards, rewards_in_rollout, reader.read_trajectory)
     items = select_audit_items(run, inputs.audit_prompts, inputs.held_out, inputs.eval_sets)
-    auditor = RewardAuditor(run, items, services.audit_pool, evaluator, reader.read_trajectory)
+    auditor = RewardAuditor(run, items, services.audit_pool, evaluator, reader.read_with_turns)
     schedule = Schedule(run)
     baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
     order = PromptOrder.from_config(rl)

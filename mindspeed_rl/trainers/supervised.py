@@ -71,19 +71,19 @@ class SupervisedTrainer(TrainingLoop):
         self.collect(reports)
 
     def _ends_early(self, iteration: int) -> bool:
-        """Return True, with this iteration saved, after SIGTERM while iterations are left."""
-        if iteration == self.train_iters or not self.termination.requested:
+        """Return True, with this iteration saved, after SIGTERM or for a restart while iterations are left."""
+        if iteration == self.train_iters or not self.termination.ends_loop:
             return False
         self.termination.ends_early = True
         is_saved = self._is_due(iteration, self.config.save_interval, bool(self.config.save))
         if not is_saved and not self.progress.needs_checkpoint(iteration):
-            self.collect(self.workers.call(Phases.SAVE, iteration, self.progress.kept_iteration))
+            self.collect(self.workers.call(Phases.SAVE, iteration, self.progress.best_checkpoint))
         return True
 
     def _save(self, iteration: int) -> None:
         """Write a checkpoint, and before it the figures of the iteration so far."""
         self.before_save(iteration)
-        self.collect(self.workers.call(Phases.SAVE, iteration, self.progress.kept_iteration))
+        self.collect(self.workers.call(Phases.SAVE, iteration, self.progress.best_checkpoint))
 
     def _is_due(self, iteration: int, interval: int | None, is_enabled: bool) -> bool:
         """Return True every `interval` iterations and after the last, if it is enabled at all; the first iteration is 1."""

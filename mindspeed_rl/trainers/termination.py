@@ -34,12 +34,17 @@ class Terminated(BaseException):
         self.signum, self.exit_code = signum, 128 + signum
 
 
+class DevicesReturnedError(RuntimeError):
+    """The loop ended after an iteration, which is saved, to resume on more devices."""
+
+
 class Termination:
     """Handle the signals that end a run.
 
     Attributes:
         requested: a signal came, and the loop has to end after this iteration.
-        ends_early: the loop ends before its last iteration because of it.
+        restart: the loop has to end after this iteration for this reason, unless a signal came.
+        ends_early: the loop ends before its last iteration because of either.
         in_loop: the loop runs and reads `requested`; before and after the loop a signal ends the run at once.
     """
 
@@ -52,8 +57,14 @@ class Termination:
         self._shutdown.daemon = True
         self._requested_s = -_SAME_REQUEST_S
         self.requested = False
+        self.restart: DevicesReturnedError | None = None
         self.ends_early = False
         self.in_loop = False
+
+    @property
+    def ends_loop(self) -> bool:
+        """True where the loop has to end after this iteration."""
+        return self.requested or self.restart is not None
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
@@ -117,7 +128,10 @@ class Termination:
 
         Raises:
             Terminated: iterations are left.
+            DevicesReturnedError: iterations are left, and no signal came.
         """
+        if self.ends_early and self.restart is not None and not self.requested:
+            raise self.restart
         if self.ends_early:
             self._raise("the run ended after an iteration.")
 

@@ -69,7 +69,7 @@ class _ModelWorker(DeviceWorker):
         """
         role.offloader.onload(params=True)
         for rows in self.replica.dispatches(selected, self.run.plan.dispatch_sizes[phase.dispatch_key]):
-            fetched = self.replica.fetch_rows(phase.consumer, rows)
+            fetched = self.replica.fetch_rows(phase.consumer, rows, pattern=selected[0])
             # without the wait for rows
             with self.timers(phase.timer):
                 if routing is None:
@@ -94,14 +94,22 @@ class _ModelWorker(DeviceWorker):
             together = rl.use_prefix_grouper or (objective is not None and objective.loss.compares_group)
             group_size = rl.n_samples_per_prompt if together else 1
             indexes = split_rows(step, self.replica.count, self.replica.index, lengths, group_size)
-            rows = self.replica.fetch_rows(phase.consumer, indexes, columns)
-            added = {"row": [torch.tensor(index) for index in indexes]}
+            # a replica without rows follows the first of the others
+            taken = indexes or step[:1]
+            rows = self.replica.fetch_rows(phase.consumer, taken, columns)
+            added = {"row": [torch.tensor(index) for index in taken]}
             if (term := None if objective is None else objective.distillation) is not None:
                 # several values a token, which a row of the data plane has one after the other
                 width = len(term.weights) * (1 if term.estimator else term.topk)
                 shaped = {name: rows.columns[name] for name in term.columns if name in rows.columns}
                 added |= {name: [values.reshape(-1, width) for values in column] for name, column in shaped.items()}
-            yield replace(rows, columns={**rows.columns, **added})
+            rows = replace(rows, columns={**rows.columns, **added})
+            yield rows if indexes else rows.select([])
+
+    def _count_idle(self, role: str, rows: Rows, metrics: Metrics) -> None:
+        """Count this replica where it has no row of an optimizer step; one of its ranks does so."""
+        if not len(rows) and self.replica.is_output:
+            metrics.add_sum(f"{role}/idle_replicas", 1)
 
     def _prepare_step(self, role: Role) -> None:
         """Load the state of a step onto the device, or start to, while the first micro-batches are computed."""
@@ -179,7 +187,7 @@ class TeacherPhases(_ModelWorker):
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the two outputs of a teacher for each of the chosen rows, on the last pipeline stage; collective."""
         # replicas that share experts, layers or the number of micro-batches make their passes together
-        together = range(len(rows)) if role.engine.passes_together else chosen or [0]
+        together = range(len(rows)) if role.engine.passes_together else chosen or [0][: len(rows)]
         role.offloader.onload(params=True)
         batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or role.config.micro_batch_size)
         temperature = self.run.rl.distillation.teacher_temperature
@@ -225,6 +233,7 @@ class CriticPhases(_ModelWorker):
                 self._prepare_step(critic)
                 result = critic.engine.train_step(rows, batching, observer.loss(observer.inputs(loss)))
                 add_step(metrics, "critic", result)
+                self._count_idle("critic", rows, metrics)
             critic.finish_saves(wait=False)
             # or its state would be next to the actor's in the actor's update
             self._release(critic)
@@ -239,7 +248,8 @@ class RewardModelPhases(_ModelWorker):
         metrics = Metrics()
         with self.phase(Phases.MODEL_REWARDS, metrics, self.roles.reward):
             for rows in self.replica.dispatches(range(count)):
-                batch = self.replica.fetch(Phases.MODEL_REWARDS.consumer, ["prompt_ids", "responses"], rows)
+                # a replica without rows makes the pass with the others
+                batch = self.replica.fetch(Phases.MODEL_REWARDS.consumer, ["prompt_ids", "responses"], rows or [0])
                 scores = self._scores(list(batch["prompt_ids"]), list(batch["responses"]))
                 self.replica.put(dict.fromkeys(Phases.MODEL_REWARDS.columns, scores), rows)
         return self._report(metrics)

@@ -83,18 +83,34 @@ class Replica:
             batch = self._plane.get(consumer, list(columns), indexes=list(rows), timeout_s=self._timeout_s)[0]
         return group.broadcast(batch)
 
-    def fetch_rows(self, consumer: str, indexes: Sequence[int], columns: Sequence[str] = ()) -> Rows:
-        """Return the engine's rows, with these columns for the loss; waits for rows that are not ready."""
+    def fetch_rows(
+        self, consumer: str, indexes: Sequence[int], columns: Sequence[str] = (), *, pattern: int | None = None
+    ) -> Rows:
+        """Return the engine's rows, with these columns for the loss; waits for rows that are not ready.
+
+        Args:
+            consumer: name of the phase at the data plane.
+            indexes: rows.
+            columns: columns that the loss reads.
+            pattern: index of the row that fillers follow where this replica has no rows.
+        """
         images = [] if self._image_rules is None else [IMAGES]
-        return _build_rows(self.fetch(consumer, [*_ROW_COLUMNS, *images, *columns], indexes), columns, self._image_rules)
+        taken = indexes if pattern is None else list(indexes) or [pattern]
+        rows = _build_rows(self.fetch(consumer, [*_ROW_COLUMNS, *images, *columns], taken), columns, self._image_rules)
+        return rows if len(taken) == len(indexes) else rows.select([])
 
     def put(self, columns: Mapping[str, Sequence[object]], rows: Sequence[int], *, by_stage: bool = False) -> None:
         """Put what the replica, or this pipeline stage, computed for these rows into the data plane; one rank does so."""
-        if parallel.is_stage_source() if by_stage else self.is_output:
+        if rows and (parallel.is_stage_source() if by_stage else self.is_output):
             self._plane.put(dict(columns), rows)
 
     def dispatches(self, selected: range, size: int | None = None) -> list[list[int]]:
-        """Return this replica's rows among the selected, `size` at a time; all at once without."""
+        """Return this replica's rows among the selected, `size` at a time; all at once without.
+
+        A replica without rows has one dispatch of none, where others have one of a single row: passes are collective.
+        """
         rows = split_rows(selected, self.count, self.index)
+        if selected and not rows:
+            return [[]]
         size = size or max(1, len(rows))
         return [rows[start : start + size] for start in range(0, len(rows), size)]

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,6 +35,7 @@ from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environ
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.thoughts import list_mark_tokens
+from mindspeed_rl.tools.environment_check import TURNS
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -94,6 +95,12 @@ class SampleReader:
         """Return the sample of a response to a prompt."""
         columns = {**item["columns"], **trajectory.reward_columns()}
         return self.read(item["prompt_ids"], trajectory.token_ids, item["label"], columns, trajectory.finish == "length")
+
+    def read_with_turns(self, item: PromptItem, trajectory: Trajectory) -> RewardSample:
+        """Return the sample of a response to a prompt with a column of the texts of the model's turns."""
+        sample = self.read_trajectory(item, trajectory)
+        turns = [self._decoder.decode(list(segment.token_ids)) for segment in trajectory.segments if segment.sampled]
+        return replace(sample, columns={**sample.columns, TURNS: turns})
 
     def read_trial(self, item: PromptItem, *, multi_turn: bool) -> RewardSample:
         """Return a made-up response to a prompt: its label."""

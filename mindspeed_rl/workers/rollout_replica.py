@@ -55,6 +55,7 @@ from mindspeed_rl.scratch import scratch_folder
 from mindspeed_rl.workers.agents import LengthOrder, build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics, read_image_rules
 from mindspeed_rl.workers.routing import build_routing_columns
+from mindspeed_rl.workers.update_plan import split_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -306,6 +307,8 @@ class RolloutReplica:
         self._num_started = self._num_done = self._num_tokens = 0
         for batch in self._dispatches(rollout_index):
             metrics.merge(await batch)
+        if not self._num_started:
+            metrics.add_sum("rollout/idle_replicas", 1)
         return metrics
 
     def _dispatches(self, rollout_index: int) -> Iterator[Awaitable[Metrics]]:
@@ -318,11 +321,10 @@ class RolloutReplica:
         columns = list_task_columns(run, self.agents)
         size = run.plan.dispatch_sizes[Phases.GENERATE.dispatch_key]
         if run.rl.guarantee_order:
-            count = run.plan.num_samples // self.num_replicas
-            mine = range(self.replica * count, (self.replica + 1) * count)
+            mine = split_rows(range(run.plan.num_samples), self.num_replicas, self.replica)
             started = []
-            for start in range(0, count, size):
-                rows = list(mine[start : start + size])
+            for start in range(0, len(mine), size):
+                rows = mine[start : start + size]
                 batch = plane.get(Phases.GENERATE.consumer, columns, indexes=rows, timeout_s=run.deadlines.rows_s)[0]
                 started.append(asyncio.ensure_future(self._generate_batch(rollout_index, rows, batch)))
             yield from started

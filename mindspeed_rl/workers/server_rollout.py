@@ -209,6 +209,8 @@ class ServerRollout:
             for task in running:
                 task.cancel()
         self._order.note(tasks, [lengths[index] for index in indexes])
+        if len(tasks) < len(pool.names):
+            metrics.add_sum("rollout/idle_replicas", len(pool.names) - len(tasks))
         self._timers.record(Phases.GENERATE.timer, start_s, time.time())
         return [WorkerReport(metrics, [*self._timers.drain(), *await self.generating()])]
 

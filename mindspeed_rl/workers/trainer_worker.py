@@ -174,6 +174,7 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
                 routed = rows if self.routing is None else self.routing.for_update(rows)
                 result = actor.engine.train_step(routed, batching, observer.loss(loss), observer.inputs(batch))
                 add_step(metrics, "actor", result)
+                self._count_idle("actor", rows, metrics)
             if self.routing is not None:
                 self.routing.add_to(metrics)
             actor.finish_saves(wait=False)

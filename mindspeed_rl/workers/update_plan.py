@@ -32,14 +32,9 @@ def _balance_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Give each rank equally many sequences with close sums: in falling order of length, to the lightest rank with room.
 
     Returns:
-        `num_ranks` lists of indices in rising order, all of the same size.
-
-    Raises:
-        ValueError: the count is not a multiple of `num_ranks`.
+        `num_ranks` lists of indices in rising order, all of the same size; of one or none where there are fewer than ranks.
     """
-    if len(lengths) % num_ranks:
-        raise ValueError(f"{len(lengths)} sequences cannot be given to {num_ranks} ranks in equal counts.")
-    room = len(lengths) // num_ranks
+    room = _count_each(len(lengths), num_ranks)
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     heap = [(0, rank) for rank in range(num_ranks)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -50,10 +45,21 @@ def _balance_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     return [sorted(indices) for indices in ranks]
 
 
+def _count_each(count: int, num_ranks: int) -> int:
+    """Return the sequences of a rank that has some.
+
+    Raises:
+        ValueError: ranks would have different counts, although each has some.
+    """
+    if count >= num_ranks and count % num_ranks:
+        raise ValueError(f"{count} sequences cannot be given to {num_ranks} ranks in equal counts.")
+    return max(1, count // num_ranks)
+
+
 def split_rows(
     rows: Sequence[int], num_ranks: int, rank: int, lengths: Sequence[int] | None = None, group_size: int = 1
 ) -> list[int]:
-    """Return this data-parallel rank's rows of a step, as many as the other ranks have.
+    """Return this data-parallel rank's rows of a step, as many as the other ranks have; one or none of fewer than ranks.
 
     Args:
         rows: rows of the step.
@@ -63,7 +69,7 @@ def split_rows(
         group_size: with lengths, so many adjacent rows stay together where that leaves every rank equally many groups.
     """
     if lengths is None:
-        size = len(rows) // num_ranks
+        size = _count_each(len(rows), num_ranks)
         return list(rows[rank * size : (rank + 1) * size])
     if len(rows) % (group_size * num_ranks):
         group_size = 1

@@ -5,6 +5,7 @@ Only what `config` accepts is a run: a drawn run file that breaks a rule is draw
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -149,14 +150,26 @@ def all_layouts(sizes: Sequence[int], models: Sequence[str]) -> list[tuple[int, 
 
 
 def generate(
-    seed: int, sizes: Sequence[int], folder: Path, folders: dict[str, dict[str, str]], models: Sequence[str]
+    seed: int,
+    sizes: Sequence[int],
+    folder: Path,
+    folders: dict[str, dict[str, str]],
+    models: Sequence[str],
+    *,
+    few_rows: bool = False,
 ) -> RandomRun:
-    """The run of this seed, written to the folder; as many seeds in a row as there are layouts have each of them once."""
+    """The run of this seed, written to the folder; as many seeds in a row as there are layouts have each of them once.
+
+    Args:
+        few_rows: an optimizer step has one row, and data-parallel replicas but one have none.
+    """
     generator, layouts = random.Random(seed), all_layouts(sizes, models)
+    if few_rows:
+        layouts = [layout for layout in layouts if _has_replicas(layout)]
     stride = next(step for step in (17, 19, 23) if len(layouts) % step)
     at = layouts[seed % SEED_OF_ATTEMPT * stride % len(layouts)]
     for _ in range(200):
-        run = _generate(generator, seed, *at)
+        run = _generate(generator, seed, *at, few_rows=few_rows)
         try:
             run.write(folder, folders[run.model])
         except ConfigError as error:
@@ -166,7 +179,13 @@ def generate(
     raise AssertionError(f"no run of 200 draws is accepted; the last: {refused}")
 
 
-def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) -> RandomRun:
+def _has_replicas(layout: tuple[int, str, Keys]) -> bool:
+    size, _, keys = layout
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    return size > math.prod(keys.get(name, 1) for name in names)
+
+
+def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys, *, few_rows: bool) -> RandomRun:
     has_experts = model == "moe_mixed"
     stage = r.choice(["ray_grpo"] * 3 + ["ray_dapo", "ray_ppo"])
     if has_experts and stage == "ray_ppo":
@@ -174,6 +193,8 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
     group_size, num_prompts = r.choice([2, 4]), r.choice([2, 3, 4])  # three: a group is spread over replicas
     replicas = 2 if size > 1 else 1
     micro, mini = r.choice([1, 2, group_size * num_prompts // replicas]), r.choice([num_prompts // 2, num_prompts])
+    if few_rows:
+        group_size, num_prompts, micro, mini = 1, r.choice([1, 2, 4]), 1, 1
     training: Keys = {
         "stage": stage,
         "bf16": False,
@@ -221,6 +242,8 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
     }
     if has_experts and r.random() < 0.5:
         rl["router_replay"] = {"mode": r.choice(["R2", "R3"])}
+    if few_rows and num_prompts == 1 and rl["scale_rewards"] == "batch":
+        rl["scale_rewards"] = "none"  # one response has no standard deviation
     # from a generator of its own, so that all else of a seed stays as it was
     is_free = rl["rollout_importance_sampling_mode"] is None and rl["top_entropy_quantile"] == 1.0
     if is_free and rl.get("router_replay") != {"mode": "R2"} and random.Random(seed).random() < 0.5:

@@ -134,10 +134,16 @@ def _check(run: RandomRun, ranks: Callable[[int], Ranks], folders: dict[str, str
 
 
 def _run(
-    seed: int, ranks: Callable[[int], Ranks], folders: dict[str, dict[str, str]], path: Path, sizes: tuple[int, ...]
+    seed: int,
+    ranks: Callable[[int], Ranks],
+    folders: dict[str, dict[str, str]],
+    path: Path,
+    sizes: tuple[int, ...],
+    *,
+    few_rows: bool = False,
 ) -> None:
     for attempt in range(5):
-        run = generate(seed + SEED_OF_ATTEMPT * attempt, sizes, path, folders, _MODELS)
+        run = generate(seed + SEED_OF_ATTEMPT * attempt, sizes, path, folders, _MODELS, few_rows=few_rows)
         try:
             if not _check(run, ranks, folders[run.model]):
                 return
@@ -151,6 +157,14 @@ def test_a_random_run_is_that_of_the_slow_reference(
     ranks: Callable[[int], Ranks], folders: dict[str, dict[str, str]], tmp_path: Path, number: int
 ) -> None:
     _run(_SEED + number, ranks, folders, tmp_path, _SIZES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(12))
+def test_replicas_without_a_row_leave_the_update_as_it_is(
+    ranks: Callable[[int], Ranks], folders: dict[str, dict[str, str]], tmp_path: Path, number: int
+) -> None:
+    _run(_SEED + 2000 + number, ranks, folders, tmp_path, (2, 4), few_rows=True)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.rewards.text_scores import exact_match
 from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
 
 
@@ -30,6 +31,17 @@ class TwoQuestions:
 
     async def close(self) -> None:
         pass
+
+
+class OneAnswer:
+    """One turn, scored as `exact_match` does."""
+
+    def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self.label = str(task["label"])
+        return []
+
+    def step(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], float, bool]:
+        return [], exact_match(messages[-1]["content"], self.label), True
 
 
 class HeldUp(TwoQuestions):

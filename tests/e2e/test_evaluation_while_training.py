@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_figures_are_those_of_evaluate_on_the_saved_folder_and_the_run_ends_at_its_target(
-    task: Path, tmp_path: Path
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     sets = f"megatron_training.eval_sets={{copy: {task / 'heldout.jsonl'}, few: '{task / 'heldout.jsonl'}#4'}}"
     keys = [
         *ONE_PROCESS,
@@ -33,8 +35,9 @@ def test_the_figures_are_those_of_evaluate_on_the_saved_folder_and_the_run_ends_
         "actor_config.keep_last=1",
         "actor_config.save_hf=true",
         "actor_config.lr=1e-3",
-        # the reward's own function beside it: the gap is 0
+        # the reward's own function beside it, and in an environment: the gap is 0
         "audit.verifier_function=[exact_match]",
+        "audit.environment=agent_plugins:OneAnswer",
         "audit.interval=2",
         "audit.num_prompts=6",
     ]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from grpo_command import FIGURES, MARK, finished, marked, overrides, records
+from grpo_command import FIGURES, MARK, finished, marked, overrides, records, running
 from patience import patient
 
 PORT = 6766
@@ -104,8 +107,26 @@ class Launched:
         self.folder, self._mark = folder, uuid.uuid4().hex
         words = ["--config-name", "grpo_tiny_cpu", *overrides(task, folder), *SPREAD, f"run_dir={folder}/run", *changes]
         each = list(zip(hosts, disks, strict=True))
-        self.launchers = [host.launch(folder, hosts, self._mark, words, cpus, own) for host, own in reversed(each)][::-1]
-        self._hosts = hosts
+        self._hosts, self._words, self._cpus = hosts, words, cpus
+        self.launchers = [self._launch(host, own) for host, own in reversed(each)][::-1]
+
+    def _launch(self, host: Host, own: Path | None) -> subprocess.Popen[str]:
+        return host.launch(self.folder, self._hosts, self._mark, self._words, self._cpus, own)
+
+    def lose(self, number: int) -> None:
+        """Kill all of a host, from which nothing arrives any more."""
+        host, launcher = self._hosts[number], psutil.Process(self.launchers[number].pid)
+        ip("-n", host.name, "link", "set", host.interface, "down")
+        for process in (*launcher.children(recursive=True), launcher):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.launchers[number].wait()
+
+    def launch_again(self, number: int) -> None:
+        """Start the command again on a host that is back."""
+        host = self._hosts[number]
+        ip("-n", host.name, "link", "set", host.interface, "up")
+        self.launchers[number] = self._launch(host, None)
 
     @property
     def output(self) -> str:
@@ -126,11 +147,16 @@ class Launched:
                 time.sleep(0.1)
         return [launcher.returncode for launcher in self.launchers]
 
-    def wait_until(self, reached: Any, timeout_s: float = 400) -> None:
-        """Returns once it is so."""
+    def wait_until(self, reached: Any, timeout_s: float = 400, but_not: int | None = None) -> None:
+        """Returns once it is so.
+
+        Args:
+            but_not: a host that is lost.
+        """
         deadline = time.monotonic() + patient(timeout_s)
         while not reached():
-            assert all(launcher.poll() is None for launcher in self.launchers), self.output[-6000:]
+            alive = [launcher.poll() is None for place, launcher in enumerate(self.launchers) if place != but_not]
+            assert all(alive), self.output[-6000:]
             assert time.monotonic() < deadline, self.output[-6000:]
             time.sleep(0.1)
 
@@ -221,3 +247,34 @@ def test_a_host_that_vanishes_is_named_and_the_other_ends(task: Path, tmp_path: 
         assert f"its node {hosts[1].address} has died, or can no longer be reached" in run.output, run.output[-6000:]
         assert f"the head {hosts[0].address}:{PORT} was not reached for 60 s" in run.output, run.output[-6000:]
         assert run.leftovers() == []
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_lost_host_and_takes_it_back(task: Path, tmp_path: Path, hosts: list[Host]) -> None:
+    """The iterations on one host are, bit for bit, those of a resume by hand with the keys that the console names."""
+    keys = ["megatron_training.train_iters=500", "actor_config.keep_last=null"]
+    tolerance = "rl_config.fault_tolerance={enabled: true, shrink: true, shrink_wait_s: 5}"
+    with launched(task, tmp_path / "run", hosts, *keys, tolerance) as run:
+        run.wait_until(lambda: run.metrics)
+        run.lose(1)
+        run.wait_until(lambda: "the run resumes there with" in run.output, but_not=1)
+        (iteration,) = re.findall(r"the run resumes after iteration (\d+)", run.output)
+        start = int(iteration)
+        run.wait_until(lambda: len(run.metrics) >= start + 2, but_not=1)
+        run.launch_again(1)
+        run.wait_until(lambda: "devices on 2 node(s) are there again" in run.output)
+        (back,) = re.findall(r"are there again; the run resumes after iteration (\d+)", run.output)
+        end = int(back)
+        run.wait_until(lambda: len(run.metrics) >= end + 1)
+        run.launchers[0].send_signal(signal.SIGTERM)
+        run.wait()
+        assert run.leftovers() == []
+        on_one_host = run.metrics[start:end]
+        (changes,) = re.findall(r"the run resumes there with (.*)", run.output)
+    saved = [f"actor_config.load={tmp_path / 'run' / 'save'}", f"actor_config.load_iteration={start}"]
+    with running(task, tmp_path / "hand", *SPREAD, *keys, *saved, *shlex.split(changes)) as command:
+        command.wait_until(lambda: len(command.metrics) >= end - start)
+        by_hand = command.metrics[: end - start]
+    assert [item["iteration"] for item in by_hand] == [item["iteration"] for item in on_one_host]
+    for ours, theirs in zip(on_one_host, by_hand, strict=True):
+        assert {name: ours[name] for name in FIGURES} == {name: theirs[name] for name in FIGURES}

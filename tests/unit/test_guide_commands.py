@@ -23,6 +23,7 @@ RUN_BY = {
     "mindspeed-rl plan experts": "tests/unit/planner/test_experts.py",
     "mindspeed-rl promise": "tests/unit/planner/test_promise.py",
     "mindspeed-rl audit": "tests/e2e/test_first_hour.py",
+    "mindspeed-rl audit judges": "tests/unit/audit/test_judges_audit.py",
     "mindspeed-rl report": "tests/unit/observability/test_page.py",
     "mindspeed-rl watch": "tests/unit/cli/test_watch.py",
     "mindspeed-rl trace": "tests/unit/observability/test_page.py",

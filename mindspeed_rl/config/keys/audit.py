@@ -27,6 +27,9 @@ class AuditKeys:
         needs=("judge_url", "set"), on_resume="exact")
     judge_parser: str | None = key(None, "second judge: module:function that turns its reply into a score",
         "第二个评判：把回复变成得分的 module:function", needs=("judge_url", "set"), on_resume="exact")
+    environment: str | None = key(None,
+        "environment that plays the responses again, one of the stricter functions: module:Class, or a YAML file with it",
+        "重新评判回答的环境，作为更严格的函数之一：module:Class 或包含它的 YAML 文件", on_resume="exact")
     data_path: str | None = key(None, "held-out prompts of the check; when unset the prompts of the evaluation",
         "检查所用的留出 prompt；不设时为评测的 prompt", on_resume="exact")
     num_prompts: int = key(64, "prompts of one check, sampled as in training", "一次检查的 prompt 数，按训练时的方式采样",
@@ -43,4 +46,4 @@ class AuditKeys:
     @property
     def has_check(self) -> bool:
         """True where a stricter check is configured."""
-        return bool(self.verifier_function or self.judge_url)
+        return bool(self.verifier_function or self.judge_url or self.environment)

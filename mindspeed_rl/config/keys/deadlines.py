@@ -30,6 +30,10 @@ DEFAULTS: Mapping[str, float] = {
 }
 
 
+#: `fault_tolerance` written as one word -> its keys
+TOLERANCE_FORMS: Mapping[str, Mapping[str, object]] = {"shrink": {"enabled": True, "shrink": True}}
+
+
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class DeadlineKeys:
@@ -74,6 +78,11 @@ class FaultTolerance:
     max_restarts: int = key(3, "maximum restarts in a run", "一次运行中最多几次", range=Range.RESTARTS, on_resume="exact")
     heartbeat_interval_s: float = key(5.0, "seconds between two heartbeats; a process that is stopped for six of them is hung",
         "两次心跳之间的秒数；停住达六次之久即视为卡住", range=Bounds(0.1, 3600), on_resume="exact")
+    shrink: bool = key(False, "after a node of a cluster is lost, the run resumes on the devices that are left, with the "
+        "layout that the planner chooses, and on all of them once it is back", "集群丢失节点后，按规划器选出的布局在剩余设备上"
+        "续训，节点恢复后再用回全部设备", on_resume="exact")
+    shrink_wait_s: float = key(60.0, "seconds that lost devices have to come back before the run resumes without them",
+        "放弃丢失的设备、用剩余设备续训之前最多等待的秒数", range=Range.WAIT_S, needs=("shrink", (True,)), on_resume="exact")
 
 # fmt: on
 

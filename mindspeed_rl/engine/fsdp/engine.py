@@ -253,7 +253,8 @@ class FsdpEngine:
     def _micro_batches(self, rows: Rows, batching: MicroBatching) -> list[MicroBatch]:
         """Build this rank's micro-batches; equally many on all ranks (empty ones have no loss)."""
         groups = split_rows(rows, self.shape, batching)
-        count = count_together(len(groups), parallel_state.get_data_parallel_group_gloo())
+        # a step may have fewer rows than there are data-parallel ranks
+        count = count_together(max(1, len(groups)), parallel_state.get_data_parallel_group_gloo())
         if count > len(groups):
             groups = split_rows(rows, self.shape, batching, min_count=count)
             groups += [[]] * (count - len(groups))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.rewards.swift_plugins import ENVIRONMENTS, GymEnvironment
-from mindspeed_rl.rewards.worker import load_plugin
 from mindspeed_rl.rollout.agents.conversation import AgentConversation
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.agents.program import VerifiersEpisodes
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.tools.environments import EnvironmentSpec, make_environment_factory, read_environment
+from mindspeed_rl.tools.environments import EnvironmentSpec, open_environment, read_environment
 from mindspeed_rl.tools.toolbox import Tools
-from mindspeed_rl.tools.verifiers_program import PREFIX
 
 
 class EnvironmentLoop(AgentLoop):
@@ -41,19 +38,7 @@ class _ObjectEpisodes:
     """Episodes of objects with reset and step, one for each trajectory."""
 
     def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:
-        if spec.python is not None:
-            raise ValueError(f"rl_config.environment: {spec.target} runs in this process; 'python' is for {PREFIX}NAME")
-        if spec.variables:
-            raise ValueError(f"rl_config.environment: {spec.target} runs in this process; 'env' is for {PREFIX}NAME")
-        target, args = spec.target, spec.args
-        if ":" not in target:
-            for path in settings.external_plugins:
-                load_plugin(path)
-            if target not in ENVIRONMENTS:
-                known = ", ".join(ENVIRONMENTS) or "nothing"
-                raise ValueError(f"rl_config.environment: '{target}' is not in envs of external_plugins; {known} is")
-            target, args = f"{GymEnvironment.__module__}:{GymEnvironment.__name__}", {"name": target}
-        self._make = make_environment_factory(target, args, timeout_s=spec.timeout_s)
+        self._make = open_environment(spec, settings.external_plugins)
 
     async def play(self, conversation: AgentConversation, task: Task) -> None:
         """Play an episode; turns have rewards here, the final state has none."""

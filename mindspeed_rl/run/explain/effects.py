@@ -16,6 +16,7 @@ from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, Needs, list_keys
 from mindspeed_rl.config.run import CRITIC_FOLDER, RunConfig
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.batch_sizes import Sizes
 from mindspeed_rl.run.objective import named_estimator
 from mindspeed_rl.run.rules.training_engine_rules import find_idle_reason, trains_other_family
 from mindspeed_rl.run.rules.violation import format_value
@@ -384,6 +385,20 @@ def _warn_about_idle_keys(run: Run) -> Iterator[str]:
         yield f"{', '.join(names)}: no effect in this run, because {reason}"
 
 
+def _warn_about_idle_replicas(sizes: Sizes) -> Iterator[str]:
+    """Yield a sentence for each role of which replicas have no work, because there are fewer samples than replicas."""
+    if idle := sizes.idle_rollout_replicas:
+        yield (
+            f"{idle} of the {sizes.rollout.dp_size} rollout replicas are idle: a rollout has {sizes.rollout_samples} samples, "
+            "one for each of the others"
+        )
+    if idle := sizes.idle_actor_replicas:
+        yield (
+            f"{idle} of the {sizes.actor.dp_size} data-parallel replicas of the actor are idle in the update: an optimizer "
+            f"step has {sizes.step_samples} rows, one for each of the others"
+        )
+
+
 def _warn_about_sizes(run: Run) -> Iterator[str]:
     cfg, sizes = run.config, run.sizes
     rl, generate = cfg.rl_config, cfg.generate_config
@@ -393,6 +408,8 @@ def _warn_about_sizes(run: Run) -> Iterator[str]:
             f"generate_config.sampling_config.temperature is 0: the {rl.n_samples_per_prompt} responses to a prompt are the"
             " same, so their rewards do not differ and nothing is learnt; usual is 1.0"
         )
+    if sizes is not None and sizes.can_divide:
+        yield from _warn_about_idle_replicas(sizes)
     if sizes is not None and sizes.counting == "prompts" and sizes.mini_batch_size > sizes.mini_batch_prompts:
         yield (
             f"rl_config.mini_batch_size ({sizes.mini_batch_size}) is more than the {sizes.mini_batch_prompts} prompts that an "

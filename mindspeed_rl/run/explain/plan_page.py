@@ -341,6 +341,8 @@ def _describe_resources(run: Run, sizes: Sizes) -> dict[str, object]:
             "replicas": round_number(sizes.rollout.dp_size),
             "infer_tensor_parallel_size": sizes.rollout.tensor,
         }
+        if sizes.idle_rollout_replicas:
+            roles["rollout"] |= {"idle_replicas": sizes.idle_rollout_replicas}
         if engines is not None and shares_experts:
             roles["rollout"] |= {"replicas_sharing_experts": engines.sharing, "ep": engines.expert_ranks}
         if sizes.rollout.num_npus % sizes.rollout.replica_size == 0 and Range.DEVICES.contain(sizes.rollout.num_npus):
@@ -390,7 +392,8 @@ def _list_rollout_phases(
     """Yield the phases in which responses are generated and scored."""
     cfg, rl, servers = run.config, run.rl, run.placement.servers
     generators = f"{len(servers)} standalone server(s)" if servers else dedicated.get("rollout", shared)
-    engines = f"{round_number(sizes.rollout.dp_size)} rollout engine(s) TP{sizes.rollout.tensor}"
+    idle = f", {sizes.idle_rollout_replicas} of them idle" if sizes.idle_rollout_replicas else ""
+    engines = f"{round_number(sizes.rollout.dp_size)} rollout engine(s) TP{sizes.rollout.tensor}{idle}"
     # engines on dedicated devices hold no training state
     training = _describe_training_state(cfg.generate_config) if generators == shared else ""
     yield "generate", generators, f"{engines}{_describe_spread(run)}{training}"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mindspeed_rl.run.batch_sizes import DISPATCH_KEYS, Sizes, round_number
+from mindspeed_rl.run.batch_sizes import DISPATCH_KEYS, Sizes, round_number, rows_per_replica
 from mindspeed_rl.run.placement import Layout, Number
 
 #: the search for suggestions tries this many neighbours, then multiples of the plan's units
@@ -88,6 +88,11 @@ def _uneven_layouts(sizes: Sizes) -> Iterator[_SizeViolation]:
         )
 
 
+def _can_share(rows: int, replicas: Number, unit: int = 1) -> bool:
+    """Return True where replicas have equally many rows, in whole units, or one each and some none."""
+    return rows < replicas or not rows % (replicas * unit)
+
+
 def _supervised(sizes: Sizes) -> Iterator[_SizeViolation]:
     m, dp = sizes.micro_batch_size, sizes.actor.dp_size
     if sizes.global_batch_size % (m * dp):
@@ -145,8 +150,9 @@ def _completions_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
         yield _SizeViolation("train_prompt_each", (_STEP, _GROUP), f"{train} must be at least 1")
     elif step % (n * dp * m):
         yield _SizeViolation("train_micro_batches", (_STEP, _GROUP, _MICRO), f"{train} must be divisible by [{_MICRO}]")
-    if total % replicas:
-        text = f"generation_batch_size ({total}) must be divisible by the {replicas} rollout replicas"
+    # servers take samples one by one
+    if not sizes.rollout.dedicated and not _can_share(total, replicas):
+        text = f"generation_batch_size ({total}) must be divisible by the {replicas} rollout replicas, or less than that"
         yield _SizeViolation("rollout_rows_per_replica", names, text)
 
 
@@ -173,27 +179,28 @@ def _prompts_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
         if count is None:
             continue
         samples = f"[{name}:name] x [{_GROUP}:name]"
-        if count * n % dp:
-            text = f"{samples} ({count} x {n} = {count * n}) must be divisible by dp_size ({dp})"
+        if not _can_share(count * n, dp):
+            text = f"{samples} ({count} x {n} = {count * n}) must be divisible by dp_size ({dp}), or less than that"
             yield _SizeViolation("samples_per_dp", (name, _GROUP), text)
-        elif count * n // dp % m:
+        elif not _can_share(count * n, dp, m):
             text = f"{samples} / dp_size ({count} x {n} / {dp} = {count * n // dp}) must be divisible by [{_MICRO}]"
             yield _SizeViolation("samples_per_dp_in_micro_batches", (name, _GROUP, _MICRO), text)
-    if mini * n % (dp * m):
+    if not _can_share(mini * n, dp, m):
         yield _SizeViolation(
             "mini_batch_in_micro_batches",
             (_MINI, _GROUP, _MICRO),
             f"[{_MINI}:name] x [{_GROUP}:name] ({mini} x {n} = {mini * n}) must be divisible by dp_size x "
-            f"[{_MICRO}:name] ({dp} x {m} = {dp * m})",
+            f"[{_MICRO}:name] ({dp} x {m} = {dp * m}), or less than dp_size",
         )
     # divisors of the rows of an iteration: rule -> (number, its description)
-    divisors: dict[str, tuple[Number, str]] = {
-        "samples_per_replica": (
+    divisors: dict[str, tuple[Number, str]] = {}
+    # servers take samples one by one
+    if not rollout.dedicated:
+        divisors["samples_per_replica"] = (
             rollout.dp_size,
             f"the {rollout.dp_size} rollout replicas ([num_npus:name] {rollout.num_npus} / infer_tensor_parallel_size "
             f"{rollout.tensor})",
         )
-    }
     for role in _ROLES[1:]:
         if (layout := getattr(sizes, role)) is not None:
             text = f"the data-parallel size of the {role} ({layout.dp_size})"
@@ -201,8 +208,9 @@ def _prompts_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
     if sizes.rule_reward:
         divisors["samples_per_node"] = sizes.num_nodes, f"the number of nodes ({sizes.num_nodes}): rules score on every node"
     for rule, (divisor, text) in divisors.items():
-        if rows % divisor:
-            text = f"[{_STEP}:name] x [{_GROUP}:name] ({prompts} x {n} = {rows}) must be divisible by {text}"
+        if not _can_share(rows, divisor):
+            numbers = f"{prompts} x {n} = {rows}"
+            text = f"[{_STEP}:name] x [{_GROUP}:name] ({numbers}) must be divisible by {text}, or less than that"
             yield _SizeViolation(rule, (_STEP, _GROUP), text)
 
 
@@ -229,21 +237,22 @@ def _dispatch(sizes: Sizes) -> Iterator[_SizeViolation]:
 def _compute_dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number | float]]:
     """Return for each dispatch key the rows of an iteration, which it must divide, and its maximum."""
     rows, trained = sizes.rollout_samples, sizes.train_samples
+    # functions score on every node; only a model has replicas that split the rows
+    scorers = 1 if sizes.rule_reward or sizes.reward is None else sizes.reward.dp_size
     bounds: dict[str, tuple[int, Number | float]] = {
-        "actor_rollout_dispatch_size": (rows, rows / sizes.rollout.dp_size),
-        "actor_logprob_dispatch_size": (trained, trained / sizes.actor.dp_size),
+        "actor_rollout_dispatch_size": (rows, sizes.rollout_rows),
+        "actor_logprob_dispatch_size": (trained, rows_per_replica(trained, sizes.actor.dp_size)),
         # a reference without keys has the actor's layout
-        "ref_dispatch_size": (rows, rows / (sizes.ref or sizes.actor).dp_size),
-        # functions score on every node; only a model has replicas that split the rows
-        "reward_dispatch_size": (rows, rows if sizes.rule_reward or sizes.reward is None else rows / sizes.reward.dp_size),
+        "ref_dispatch_size": (rows, rows_per_replica(rows, (sizes.ref or sizes.actor).dp_size)),
+        "reward_dispatch_size": (rows, rows_per_replica(rows, scorers)),
         "adv_dispatch_size": (trained, trained),
-        "actor_update_dispatch_size": (trained, trained / sizes.actor.dp_size),
-        "dynamic_sampling_dispatch_size": (rows, rows / sizes.num_nodes),
+        "actor_update_dispatch_size": (trained, rows_per_replica(trained, sizes.actor.dp_size)),
+        "dynamic_sampling_dispatch_size": (rows, rows_per_replica(rows, sizes.num_nodes)),
         "kl_dispatch_size": (rows, rows),
     }
     if sizes.critic is not None:
         for name in ("critic_value_dispatch_size", "critic_update_dispatch_size"):
-            bounds[name] = (rows, rows / sizes.critic.dp_size)
+            bounds[name] = (rows, rows_per_replica(rows, sizes.critic.dp_size))
     return bounds
 
 

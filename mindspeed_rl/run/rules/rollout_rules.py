@@ -112,6 +112,11 @@ def _is_dense(run: Run) -> bool:
 def _obstacles(run: Run) -> Iterator[str]:
     if run.config.actor_config.moe_router_load_balancing_type == "sinkhorn":
         yield "moe_router_load_balancing_type sinkhorn has a router that takes no experts from others"
+    if (sizes := run.sizes) is not None and sizes.can_divide and sizes.idle_actor_replicas:
+        yield (
+            f"an optimizer step has {sizes.step_samples} samples on {sizes.actor.dp_size} data-parallel replicas, and one "
+            "without a sample has no experts to replay"
+        )
     if run.rl.router_replay.mode == "R3":
         yield from (f"{reason}; R2 works there" for reason in _obstacles_of_engine(run))
     else:

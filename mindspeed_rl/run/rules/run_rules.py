@@ -738,6 +738,19 @@ def _server(run: Run) -> Iterator[Broken]:
         yield violate("server_keys", text, {"serve_config.host": _LOOPBACK[0]})
 
 
+@needs("rl_config")
+def _fault_tolerance(run: Run) -> Iterator[Broken]:
+    """Check `rl_config.fault_tolerance`."""
+    tolerance = run.rl.fault_tolerance
+    if tolerance.shrink and not tolerance.enabled:
+        yield violate(
+            "shrink_recovers",
+            "[rl_config.fault_tolerance.shrink] needs rl_config.fault_tolerance.enabled: a run that does not resume by itself "
+            "does not resume on fewer devices",
+            {"rl_config.fault_tolerance.enabled": True},
+        )
+
+
 RUN_RULES = (
     _stage,
     _length,
@@ -767,5 +780,6 @@ RUN_RULES = (
     _held_out,
     _evaluations,
     _audit,
+    _fault_tolerance,
     _server,
 )

@@ -28,6 +28,17 @@ def any_box(response: str, label: str) -> float:
     return float(label in _BOX.findall(response))
 
 
+@register("last_box")
+def last_box(response: str, label: str) -> float:
+    """The last box counts: strict enough, though a list of answers may end with the label."""
+    return float(_BOX.findall(response.rpartition("</think>")[2])[-1:] == [label])
+
+
+@register("first_number")
+def first_number(response: str, label: str) -> float:
+    return float(re.findall(r"\d+|\b[A-E]\b", response.rpartition("</think>")[2])[:1] == [label])
+
+
 @register("no_sign")
 def no_sign(response: str, label: str) -> float:
     boxes = _BOX.findall(response.rpartition("</think>")[2])

@@ -72,6 +72,31 @@ def test_a_clean_twin_passes(audit: Audit, functions: str) -> None:
     assert found["honest"]["reward"] > found["honest"]["wrong"]
 
 
+#: rows whose label has the place in a list of answers that a reward may read
+PLACED = [
+    *({"prompt": f"Of {numbers}: which?", "labels": label} for numbers, label in
+      (("15, 25, 20", "20"), ("15, 25, 20", "15"), ("7, 9, 100", "100"), ("10, 8, 9", "10"), ("0, 5, 6", "0"))),
+    *({"prompt": "A) 3 B) 4 C) 5 D) 6 E) 7", "labels": label} for label in "AE"),
+]  # fmt: skip
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("acc", "gsm8k_flexible")]
+
+
+@pytest.mark.parametrize("functions", ["last_box", "first_number", *SLOW])
+def test_a_list_of_answers_whose_last_or_first_is_the_label_is_no_cheat(audit: Audit, functions: str) -> None:
+    rows = PLACED if functions in ("last_box", "first_number") else PLACED[:5]
+    _, found = attack(audit, functions, "--rows=7", rows=rows)
+    paid = {title for title, one in found["cheats"].items() if one["cheated"]}
+    assert paid <= ({HEDGE} if functions == "gsm8k_flexible" else set()), {title: found["cheats"][title] for title in paid}
+
+
+def test_a_list_of_answers_is_a_cheat_where_any_of_them_counts(audit: Audit) -> None:
+    _, found = attack(audit, "any_box", "--rows=7", rows=PLACED)
+    assert found["cheats"]["every number of the prompt"]["cheated"] == 5 and found["cheats"]["all choices"]["cheated"] == 2
+    assert attack(audit, "anywhere", "--rows=5", rows=PLACED[:5])[1]["cheats"]["the prompt copied"]["cheated"] == 5
+
+
 def test_a_label_that_ends_with_its_answer_is_an_honest_answer_as_a_whole(audit: Audit) -> None:
     rows = [{**row, "labels": f"I add the two.\n#### {row['labels']}"} for row in ROWS]
     code, found = attack(audit, "exact_match", rows=rows)
@@ -164,6 +189,26 @@ def test_the_page_has_the_examples_as_text(audit: Audit, tmp_path: Path) -> None
     attack(audit, "tags", f"-o{tmp_path}/page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "&lt;answer&gt;" in page and "<answer>" not in page and "format tags alone" in page and "What to change" in page
+
+
+def test_what_people_call_wrong_must_not_be_paid_for(audit: Audit, tmp_path: Path) -> None:
+    marks = [("27", True), ("27", True), (r"\boxed{27}", True), ("21", False), ("21 or 27", False), ("27 and 9", False)]
+    marks += [("27", None)]
+    rows = [{"prompt": "11 and 16?", "response": text, "label": "27", "human": right} for text, right in marks]
+    file = write_rows(tmp_path / "marked.jsonl", rows)
+    code, found = attack(audit, "exact_match", f"--marked={file}", "--rows=1")
+    assert code == 0 and found["marked"]["responses"] == 6 and found["marked"]["wrong_and_paid"] == 0
+    code, found = attack(audit, "anywhere", f"--marked={file}", "--rows=1", "--bound=1")
+    # paid: all but the 21; of the wrong ones two of three. p_o 4/6, p_e (5 * 3 + 1 * 3) / 36 = 1/2: kappa 1/3
+    assert code == 0 and found["marked"] == {
+        "responses": 6, "percent": pytest.approx(4 / 6), "kappa": pytest.approx(1 / 3), "wrong_and_paid": 2,
+        "right_and_unpaid": 0, "paid_share": pytest.approx(2 / 3),
+    }  # fmt: skip
+    assert attack(audit, "only_box", f"--marked={file}", "--rows=1")[1]["marked"]["right_and_unpaid"] == 2
+    write_rows(file, [{**rows[0], "human": [True, False]}])
+    assert "human must be one mark, not 2" in attack(audit, "anywhere", f"--marked={file}")[1]
+    write_rows(file, [rows[-1]])
+    assert "no row of" in attack(audit, "anywhere", f"--marked={file}")[1]
 
 
 # ---------------------------------------------------------------------- the parts

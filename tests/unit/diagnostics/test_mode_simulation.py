@@ -9,7 +9,9 @@ import pytest
 
 from mindspeed_rl.diagnostics.mode_simulation import (
     Mode,
+    Moving,
     PhaseTimes,
+    build_moving_table,
     build_partial_table,
     build_table,
     build_tail_table,
@@ -95,6 +97,23 @@ def test_the_documented_table_is_the_computed_one(page: str, computed: str) -> N
     rows = [line for line in computed.splitlines() if line]
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [row for row in rows if row not in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["docs/mode_figures.md", "docs/zh/mode_figures.md"])
+def test_the_documented_table_of_moving_devices_is_the_computed_one(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [row for row in build_moving_table().splitlines() if row not in text] == []
+
+
+def test_devices_move_to_the_side_that_the_other_waits_for() -> None:
+    # training takes six times as long: engines on half of the devices always have the next prompts complete
+    slow_training = PhaseTimes("slow training", 100.0, 600.0, 1.0, 4, 2)
+    half = Mode(Admission("pace", 1, 4), True, 0.5)
+    fixed, moving = (simulate(slow_training, dataclasses.replace(half, moving=item)) for item in (None, Moving(0.5, 1.0, 0.0)))
+    # twice, to 2 / 8: training is faster by 6 / 8 : 4 / 8
+    assert (fixed.moves, moving.moves, moving.reversals) == (0, 2, 0.0)
+    assert fixed.iteration_s / moving.iteration_s == pytest.approx(1.5, rel=0.02)
 
 
 @pytest.fixture(scope="module")

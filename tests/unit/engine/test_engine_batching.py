@@ -21,6 +21,7 @@ from mindspeed_rl.engine.batching import (
     measure_size,
     split_rows,
 )
+from mindspeed_rl.engine.passes import build_filler
 
 CPU = torch.device("cpu")
 
@@ -312,3 +313,15 @@ class Picture:
     """An image with the key that prefix sharing compares."""
 
     key: str
+
+
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+@pytest.mark.parametrize("batching", [MicroBatching(2), MicroBatching(2, 31)])
+def test_a_rank_without_rows_has_a_filler_with_the_columns_of_others(batching: MicroBatching, shares_prefixes: bool) -> None:
+    others = Rows([torch.arange(5)], [2], {"weights": [torch.ones(3)], "top": [torch.ones(3, 4)], "row": [torch.tensor(7)]})
+    rows = others.select([])
+    shape = BatchShape(packed=True, shares_prefixes=shares_prefixes)
+    assert len(rows) == 0 and split_rows(rows, shape, batching) == [] and rows.select([]).pattern is others
+    filler = build_filler(rows, shape, torch.device("cpu"))
+    assert filler.is_filler and filler.num_tokens == 0 and not filler.predicted_mask.any() and len(filler.labels) == 0
+    assert {name: column.shape[0] for name, column in filler.columns.items()} == {"weights": 1, "top": 1, "row": 1}

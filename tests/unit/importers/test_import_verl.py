@@ -55,6 +55,20 @@ def test_gspo_stays_gspo_with_its_narrow_clip() -> None:
     assert values(run, *(f"rl_config.{key}" for key in keys)) == ["gspo", "sequence_token", 3e-4, 4e-4, None]
 
 
+def test_the_other_stages_share_the_layers_that_first_and_last_do_not_have(tmp_path: Path) -> None:
+    config = f"{A}.megatron.override_transformer_config"
+    words = f"model_engine=megatron {A}.megatron.pipeline_model_parallel_size=4 {M}.path={tmp_path} "
+    both = f"+{config}.num_layers_in_first_pipeline_stage=5 +{config}.num_layers_in_last_pipeline_stage=3"
+    key = "megatron_training.num_layer_list"
+    elsewhere = imported(f"{words} {both}")
+    assert elsewhere.get(key) is None
+    assert any("write num_layer_list" in text for text in elsewhere.without_effect.values())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 20}))
+    assert imported(f"{words} {both}").get(key) == "5,6,6,3"
+    assert imported(f"{words} +{config}.num_layers_in_last_pipeline_stage=2").get(key) == "6,6,6,2"
+    assert "20 layers of config.json over 4 stages" in refusal(f"{words} +{config}.num_layers_in_first_pipeline_stage=4")
+
+
 def test_the_learning_rate_is_constant_and_decays_only_where_it_is_written() -> None:
     assert imported().get("megatron_training.lr_decay_style") == "constant"
     run = imported(

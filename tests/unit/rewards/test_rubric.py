@@ -31,6 +31,13 @@ def test_published_forms_are_the_same_rubric(value: object) -> None:
     assert read_rubric(value, "row") == CRITERIA
 
 
+def test_a_question_whose_expected_answer_is_no_says_so() -> None:
+    """NeMo Gym's rubrics of MultiChallenge: a question passes by the answer under pass_criteria, which may be NO."""
+    yes, no = {"question": "Is it short?", "pass_criteria": "YES"}, {"question": "Does it\nlie?", "pass_criteria": "no"}
+    expected = Criterion("Is it short?"), Criterion("Does it lie? (met where the answer is no)", 2.0)
+    assert read_rubric([yes, {**no, "weight": 2}], "row") == expected
+
+
 def test_texts_alone_weigh_one_each() -> None:
     assert read_rubric(["a", "b"], "row") == (Criterion("a"), Criterion("b"))
 
@@ -48,6 +55,8 @@ def test_texts_alone_weigh_one_each() -> None:
         ([{"criterion": "a", "weight": float("nan")}], "its weight is nan"),
         ([{"criterion": "a", "weight": 10**400}], "a number other than 0"),
         ([{"criterion": "a", "weight": 0}], "a number other than 0"),
+        ([{"question": "a?", "pass_criteria": "MAYBE"}], "criterion 1: its pass_criteria is 'MAYBE'; it must be YES or NO"),
+        ([{"question": "a?", "pass_criteria": False}], "its pass_criteria is False"),
         ([{"criterion": "a", "weight": -1}], "no criterion has a positive weight"),
         (["a"] * 65, "65 criteria; one request has at most 64"),
     ],

@@ -9,6 +9,7 @@ from mindspeed_rl.config import ConfigError, build_run_config
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import batch_table
 from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.explain.effects import find_warnings
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.rules.validation import validate
 
@@ -144,6 +145,45 @@ def test_prompt_level_numbers_of_a_16_device_run() -> None:
         "kl_dispatch_size": 256,
     }
     assert run.rl.mini_batch_size == 32  # the run file's value stays in prompts
+
+
+def test_replicas_without_a_sample_are_counted_and_named() -> None:
+    # 16 engines and 16 / (2 x 2) = 4 replicas of the actor: 2 prompts x 4 responses in steps of 1 x 4, and 1 x 2 in one
+    changes = {"megatron_training": {"global_batch_size": 2, "micro_batch_size": 1}}
+    run = prompt_level(**changes, rl_config={"n_samples_per_prompt": 4, "mini_batch_size": 1})
+    assert validate(run) == []
+    assert (run.sizes.idle_rollout_replicas, run.sizes.idle_actor_replicas) == (8, 0)
+    assert run.plan.dispatch_sizes["actor_rollout_dispatch_size"] == 1
+    assert run.plan.dispatch_sizes["actor_logprob_dispatch_size"] == 2
+    assert [text for text in find_warnings(run) if "idle" in text] == [
+        "8 of the 16 rollout replicas are idle: a rollout has 8 samples, one for each of the others"
+    ]
+    changes["megatron_training"]["global_batch_size"] = 1
+    few = prompt_level(**changes, rl_config={"n_samples_per_prompt": 2, "mini_batch_size": 1})
+    assert validate(few) == []
+    assert (few.sizes.idle_rollout_replicas, few.sizes.idle_actor_replicas) == (14, 2)
+    assert few.plan.dispatch_sizes["actor_logprob_dispatch_size"] == few.plan.dispatch_sizes["actor_update_dispatch_size"] == 1
+    table = batch_table(few.sizes, None)
+    assert (table["idle_rollout_replicas"], table["idle_actor_replicas"]) == (14, 2)
+    assert table["gradient_accumulation_steps"] == 1
+    assert any("2 of the 4 data-parallel replicas of the actor are idle" in text for text in find_warnings(few))
+
+
+def test_more_samples_than_replicas_are_shared_equally_or_refused() -> None:
+    # 10 prompts x 2 = 20 samples on 16 engines
+    run = prompt_level(
+        megatron_training={"global_batch_size": 10, "micro_batch_size": 1},
+        rl_config={"n_samples_per_prompt": 2, "mini_batch_size": 10},
+    )
+    (violation,) = validate(run)
+    assert violation.rule == "samples_per_replica" and "infer_tensor_parallel_size 1), or less than that" in violation.message
+
+
+def test_servers_take_any_number_of_samples() -> None:
+    servers = {"use_integrated_worker": False, "rollout_resource": {"num_npus": 7}, "trainer_mode": "async"}
+    run = prompt_level(rl_config=servers)
+    # 256 samples on 7 servers: at most 37 are the share of one
+    assert validate(run) == [] and run.sizes.rollout_rows == 37
 
 
 def test_rules_score_on_every_node() -> None:

@@ -17,9 +17,11 @@ from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings, select_reward_functions
+from mindspeed_rl.run.audit_rewards import derive_audit_rewards
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import validate
-from mindspeed_rl.trainers.reward_audit import RewardAuditor, derive_audit_rewards
+from mindspeed_rl.tools.environment_check import ENVIRONMENT_CHECK
+from mindspeed_rl.trainers.reward_audit import RewardAuditor
 
 KEYS = AuditKeys(verifier_function=["exact_match"], interval=5, samples=2)
 
@@ -63,7 +65,6 @@ def test_the_gap_of_a_tricked_reward_is_drawn_recorded_and_found(tmp_path: Path)
         policy = Responses(honest, earned)
         auditor = RewardAuditor(run_of(tmp_path), ITEMS, strict, policy, read_sample)
         assert [step for step in range(13) if auditor.is_due(step)] == [0, 5, 10, 12]
-        assert auditor.run(3).results() == {}
         before = auditor.run(0).results()
         policy.texts = hedged
         after = auditor.run(5).results()
@@ -114,12 +115,19 @@ def test_the_check_has_its_own_functions_and_judge_and_no_penalty_of_the_run() -
     assert select_reward_functions(strict) == (["exact_match", "judge"], [1.0, 1.0])
     assert strict.judge_url == "http://b/v1" and not strict.overlong_buffer_enable
     assert select_reward_functions(derive_audit_rewards(rl, KEYS))[0] == ["exact_match"]
+    # the environment of the run trains; the audit has its own, or none
+    played = RLConfig(multi_turn_enable=True, environment="mine:Game")
+    assert derive_audit_rewards(played, KEYS).environment is None
+    hidden = AuditKeys(environment="mine:Hidden", verifier_function=["acc"], verifier_weight=[3.0])
+    strict = derive_audit_rewards(played, hidden)
+    assert strict.environment == "mine:Hidden" and select_reward_functions(strict) == (["acc", ENVIRONMENT_CHECK], [3.0, 1.0])
 
 
 @pytest.mark.parametrize(
     ("audit", "training", "sentence"),
     [
         ({"verifier_function": ["acc"]}, {}, "set audit.data_path or eval_data_path"),
+        ({"environment": "mine:Game"}, {}, "set audit.data_path or eval_data_path"),
         ({"verifier_function": ["acc"], "verifier_weight": [1, 2]}, {"eval_data_path": "x"}, "has 2 entries, but"),
         ({"verifier_function": ["acc"]}, {"stage": "sft"}, "supervised stages have none"),
         ({"intervall": 3}, {}, "interval"),

@@ -58,7 +58,7 @@ def test_a_loss_is_better_where_it_is_lower(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_is_of_a_trained_iteration_and_named_on_disk(tmp_path: Path) -> None:
     progress, saved = follow([0.9, 0.2, 0.4, 0.3], save=str(tmp_path), save_hf=True, keep_best=True)
-    assert progress.kept_iteration == 2 and saved == [1, 2]
+    assert progress.best_checkpoint == progress.kept_iteration == 2 and saved == [1, 2]
     record = json.loads((tmp_path / "evaluations.json").read_text())
     assert record["best"] == {"iteration": 2, "value": 0.4} and record["metric"] == "eval/accuracy"
     assert (tmp_path / "hf" / "best").readlink() == Path("iter_0000002")
@@ -78,7 +78,8 @@ def test_a_resumed_run_remembers_the_evaluations_before_it(tmp_path: Path) -> No
 
 def test_no_score_is_no_best_and_does_not_end_a_run_by_itself() -> None:
     progress, _ = follow([0.2, math.nan, 0.3], eval_patience=2)
-    assert progress.kept_iteration == 2 and not progress.end_reason
+    # without keep_best no role keeps a checkpoint for it
+    assert progress.kept_iteration == 2 and progress.best_checkpoint is None and not progress.end_reason
 
 
 def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has() -> None:

@@ -45,6 +45,18 @@ def test_balanced_groups_stay_whole_where_every_rank_gets_as_many() -> None:
     assert [len(share) for share in uneven] == [3] * 4 and sorted(sum(uneven, [])) == rows
 
 
+def test_of_fewer_rows_than_ranks_each_goes_to_one_rank() -> None:
+    for lengths in (None, [30, 20, 40]):
+        shares = [split_rows([4, 9, 2], 5, rank, lengths) for rank in range(5)]
+        assert sorted(map(len, shares)) == [0, 0, 1, 1, 1] and sorted(sum(shares, [])) == [2, 4, 9]
+
+
+def test_rows_that_ranks_cannot_share_equally_are_not_lost_in_silence() -> None:
+    for lengths in (None, [1, 2, 3, 4, 5, 6]):
+        with pytest.raises(ValueError, match="6 sequences cannot be given to 4 ranks in equal counts"):
+            split_rows([0, 1, 2, 3, 4, 5], 4, 0, lengths)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_shares_are_a_partition_of_the_step(num_ranks: int) -> None:
     rows = [7, 2, 5, 0, 1, 3, 6, 4]

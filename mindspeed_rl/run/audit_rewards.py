@@ -1,0 +1,30 @@
+"""The stricter check of a run as the keys of rewards: what scores beside the reward, and trains nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mindspeed_rl.config import RLConfig
+from mindspeed_rl.config.keys.audit import AuditKeys
+from mindspeed_rl.tools.environment_check import ENVIRONMENT_CHECK
+
+
+def derive_audit_rewards(rl: RLConfig, audit: AuditKeys) -> RLConfig:
+    """Return the keys of the run's rewards with the functions, the judge and the environment of the audit in their place."""
+    weights = list(audit.verifier_weight) or [1.0] * len(audit.verifier_function)
+    played = [] if audit.environment is None else [ENVIRONMENT_CHECK]
+    return replace(
+        rl,
+        rule_reward=True,
+        verifier_function=[*audit.verifier_function, *played],
+        verifier_weight=[*weights, *[1.0] * len(played)],
+        environment=audit.environment,
+        judge_url=audit.judge_url,
+        judge_model=audit.judge_model,
+        judge_prompt=audit.judge_prompt,
+        judge_parser=audit.judge_parser,
+        judge_weight=1.0,
+        # the check is of the answer, not of its length
+        overlong_buffer_enable=False,
+        missing_eos_penalty=0.0,
+    )
