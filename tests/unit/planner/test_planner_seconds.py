@@ -21,9 +21,10 @@ from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.planner import published
 from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import CONSTANTS, EFFICIENCIES, NPU, PhaseError
-from mindspeed_rl.planner.fit import FitRequest, _Search, build_grpo_tree, read_block
+from mindspeed_rl.planner.fit import FitRequest, _build_space, _Search, build_grpo_tree
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import predict
+from mindspeed_rl.planner.run_files import read_block
 from mindspeed_rl.planner.samples import Lengths, SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, calibrate, plan_time
 from mindspeed_rl.run.draft import draft
@@ -182,6 +183,7 @@ def test_time_prints_ranges_and_modes(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
+    (tmp_path := tmp_path / "runs" / "own").mkdir(parents=True)  # without other runs beside it
     run = replace(resolve(cfg, platform="cpu"), folder=tmp_path)
     prediction = predict(run)
     plain = plan_time(draft(cfg), DEVICES["cpu"], samples=SampleMeans(4.0, 6.0))
@@ -279,7 +281,7 @@ def test_fit_takes_what_saves_memory_only_where_it_must_and_names_the_phase_that
 def test_fit_streams_a_reference_that_would_stay_on_the_trainers() -> None:
     request = FitRequest("qwen3_8b", read_block("qwen3_8b", None), 2, 1024, 1024, prompts=16, samples=4)
     tight = replace(DEVICES["A2"], memory=52 * 2**30)
-    found = _Search(request, tight, None, None).find_layouts(1)
+    found = _Search(request, _build_space(request), tight, None, None).find_layouts(1)
     assert found and all(result.values["actor_config.stream_ref_weights"] is True for result in found)
     assert all("reference" not in phase.owners or phase.name == "reference pass" for phase in found[0].memory.groups[0].phases)
 
