@@ -207,7 +207,7 @@ def sample(command: list[str], folder: Path) -> None:
                     words = ["--nonblocking", "--rate", "20", "--format", "raw", "--output", output]
                     spies[member] = subprocess.Popen([str(_py_spy()), "record", "--pid", str(member.pid), *words], **quiet)
             time.sleep(1)
-    for spy in spies.values():  # each ends with its process; of what is no Python it has ended at once
+    for spy in spies.values():  # each ends with its process; of what is not Python it has ended at once
         spy.wait(timeout=60)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)

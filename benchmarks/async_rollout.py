@@ -5,7 +5,7 @@
 
 Two processes: a worker that trains and a rollout server, one core each; in the modes of `SHARED` two workers that generate
 and train in turn. An agent loop draws how long a response gets: lognormal lengths, the same for the same sample in every
-mode, with a tail of up to ten mean lengths; half of their variance is that of the prompt, and an epoch has three iterations.
+mode, with a tail of up to ten mean lengths; half of their variance comes from the prompt, and an epoch has three iterations.
 Synchronous runs first find how many responses the engine generates at once (`max_num_seqs`), and how many passes the trainer
 makes over the rows (`rl_config.epochs`), so that a rollout is about half of an iteration. The modes run in turn, and again
 for each round. What a side idles is taken from timeline.json: an engine where no interval `generate` of the server is, a
@@ -45,7 +45,7 @@ import dataclasses, math, os, random, zlib
 from mindspeed_rl.rollout.agents.loop import SingleTurn
 
 MEAN, LONGEST, SPREAD = int(os.environ["LENGTH_MEAN"]), int(os.environ["LENGTH_LONGEST"]), 1.0
-HALF = SPREAD / math.sqrt(2)  # half of the variance is that of the prompt
+HALF = SPREAD / math.sqrt(2)  # half of the variance comes from the prompt
 
 
 class DrawnLengths(SingleTurn):

@@ -326,7 +326,7 @@ def main() -> None:
         generate(args.generate, args.gigabytes)
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        # in a process of its own: a child's peak memory counts from that of the process that starts it
+        # in a process of its own: a child's peak memory counts from the memory of the process that starts it
         run([sys.executable, __file__, "--gigabytes", str(args.gigabytes), "--generate", str(Path(name) / "hf")])
         if not args.alternate:
             measure(Path(name), args.workers, args.repeats)

@@ -4,7 +4,7 @@
     python benchmarks/dataplane.py --strategies tq --clients 1 --profile
 
 Each client is a process: all of them put their share of the rows, then all get as many. A row is what a long response brings:
-token ids, log-probs of trainer, rollout and reference, advantages, and a mask. Ray runs on this machine alone, so what is
+token ids, log-probs of trainer, rollout and reference, advantages, and a mask. Ray runs only on this machine, so what is
 measured is copies, serialization and messages, not a network. `--profile` prints where a client's time goes.
 """
 

@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/dpo_vs_trl.py --trl-python /tmp/trl/bin/python [--sizes 0.8M 30M]
         [--precisions float32 bfloat16] [--iterations 6]
 
-The environment is that of grpo_vs_trl.py. 16 pairs a step with GSM8K's lengths, a question, a chosen and a rejected answer of
+The environment is grpo_vs_trl.py's. 16 pairs a step with GSM8K's lengths, a question, a chosen and a rejected answer of
 random characters. Ours packs both halves of some pairs into one pass without padding, as many as have 2,500 tokens, in one
 process with two threads; TRL pads both halves to the longest, with all pairs at a time and with a quarter of them, and its
-faster run counts. In bfloat16 ours keeps float32 main weights, TRL's model is bfloat16 alone. Seconds a step are medians
+faster run counts. In bfloat16 ours keeps float32 main weights, TRL's model is only bfloat16. Seconds a step are medians
 without the first one; both compute the reference's log-probs in the step.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/exact_log_probs.py --shape 30M --rounds 3
 
 A model with random weights generates groups of responses, and the trainer computes their log-probs and makes an update. Seconds
-are those of the processor, the least of the rounds, because other work on the machine moves them less than those of the clock.
+are the processor's, the least of the rounds, because other work on the machine moves them less than the clock's.
 The last column is the largest difference between log-probs of trainer and engine.
 """
 

@@ -1,7 +1,7 @@
 """Time and memory of the gated delta rule against transformers' torch fallback: forward and backward, one sequence, float32.
 
 python benchmarks/gated_delta.py [PLATFORM] [TOKENS ...]; PLATFORM is cpu if left out. Each line is the best of a few rounds in
-which both take turns. The heads are those of a tensor-parallel rank: 4 key heads, 8 value heads of 128.
+which both take turns. They are one tensor-parallel rank's heads: 4 key heads, 8 value heads of 128.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ the end token is drawn: about one in 128, so half are shorter than 90 or so, and
 has a reference model, and both make one optimizer step an iteration. Ours runs with one worker or two, and with as many tokens
 in a forward pass, as SETTINGS says, where both numbers of workers were tried before; TRL runs twice, with all completions at a
 time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps float32 main weights and TRL has a model of
-bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians without the first one, memory is the sum
+only bfloat16, which is its fastest setting here. Seconds an iteration are medians without the first one, memory is the sum
 over all processes (PSS).
 """
 
@@ -111,7 +111,7 @@ def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) 
         "rl_config.n_samples_per_prompt": GROUP,
         "rl_config.mini_batch_size": prompts_each,
         "rl_config.init_kl_coef": 0.0,
-        "rl_config.log_probs_diff_limit": "null",  # bfloat16's is above that of the run file
+        "rl_config.log_probs_diff_limit": "null",  # bfloat16's is above the run file's limit
         "generate_config.dtype": cell.precision,
         "generate_config.max_num_seqs": min(128, cell.completions // setting.workers),
         "generate_config.max_model_len": cell.tokens + 32,

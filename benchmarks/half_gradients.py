@@ -4,7 +4,7 @@
 
 A small Qwen2 trains on random text, a fixed batch in each step, from the same weights with gradients that are summed in float32
 (`grad_reduce_in_fp32: true`), in bfloat16 with sums rounded by chance (false), and in bfloat16 rounded to nearest, as Megatron
-adds them. Columns: relative distance of the float32 main weights' update to that of float32 gradients, |dW - dW32| / |dW32|,
+adds them. Columns: relative distance of the float32 main weights' update to float32 gradients', |dW - dW32| / |dW32|,
 and its cosine with it, after the first step and after all; the last loss.
 """
 

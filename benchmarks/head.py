@@ -1,8 +1,8 @@
-"""Cost of logits in float32 for a bfloat16 head: products alone, and log-probs with their gradients.
+"""Cost of logits in float32 for a bfloat16 head: only products, and log-probs with their gradients.
 
     python benchmarks/head.py [--platform cpu] [--hidden 3584] [--vocab 152064]
 
-Both forms are timed in turn, in one run. `float32_product_cost` of a platform is the ratio of the products; errors are those of
+Both forms are timed in turn, in one run. `float32_product_cost` of a platform is the ratio of the products; errors are of
 log-probs against float64.
 """
 

@@ -5,7 +5,7 @@
     python benchmarks/learning_by_mode.py --modes sync --against generate_config.quantization=int8
 
 All runs have one device that trains and a rollout server on another, the quickstart's keys, and a learning rate that decays to
-the last iteration. A seed is that of the prompts' order and of what is sampled. Asynchronous runs weigh tokens by how much the
+the last iteration. A seed decides the prompts' order and what is sampled. Asynchronous runs weigh tokens by how much the
 policy has moved since they were drawn (`rollout_importance_sampling_mode`), as docs/modes.md says.
 """
 

@@ -4,7 +4,7 @@
     python benchmarks/linear.py --works packing "weight sync plan"
 
 Nothing is generated or trained: the data are made up, and the servers are scripted. Seconds are of the processor. The exponent
-is that of a power through the times of the smallest and the largest size; 1 is linear. A size is repeated up to five times
+belongs to a power through the times of the smallest and the largest size; 1 is linear. A size is repeated up to five times
 within a second, and the fastest counts.
 """
 
@@ -179,7 +179,7 @@ def main() -> None:
     print("| work | " + " | ".join(f"x {factor}, s" for factor in FACTORS) + " | exponent |\n|---" + "|---:" * 5 + "|")
     for name in arguments.works:
         work, counted, smallest = WORKS[name]
-        # compilers and imports are no part of a size
+        # compilers and imports are not part of a size
         work(smallest * FACTORS[-1] if name == "weight sync plan" else smallest)
         seconds = [measure(work, smallest * factor) for factor in FACTORS]
         exponent = math.log(seconds[-1] / seconds[0], FACTORS[-1])

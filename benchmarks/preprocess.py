@@ -65,7 +65,7 @@ def timed(work: Callable[[], tuple[int, int]]) -> Timing:
 
 
 def questions(count: int, source: Path) -> Iterator[dict[str, str]]:
-    """`count` question and answer rows: those of the file, again and again with other numbers put in front."""
+    """`count` question and answer rows: the file's, again and again with other numbers put in front."""
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     for number in range(count):
         row = rows[number % len(rows)]

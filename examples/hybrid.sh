@@ -22,7 +22,7 @@ for split in train heldout; do
         --handler-name R1AlpacaStyleInstructionHandler --dataset-additional-keys labels >>"$WORK/preprocess.log"
 done
 
-# the model's shape is that of its config.json, not of the run files' model block
+# the model's shape comes from its config.json, not from the run files' model block
 MODEL=(model.tiny_qwen25.num_layers=null megatron_training.tokenizer_name_or_path="$WORK/model")
 
 echo "== 2/4 SFT: a warm start that knows the format and gets some sums right"

@@ -139,7 +139,7 @@ class Run:
 
 
 class Trainer:
-    """A model that trains and samples call by call in this process, for your own loops; the calls are those of the Tinker API.
+    """A model that trains and samples call by call in this process, for your own loops, with the calls of the Tinker API.
 
         with Trainer("serve_tiny_cpu", rank=8) as trainer:
             samples = trainer.sample([prompt], num_samples=8, max_tokens=16)[0]
@@ -184,7 +184,7 @@ class Trainer:
         return self._backend.submit(function).result()
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossName = "cross_entropy", **config: float) -> PassResult:
-        """Compute a loss, and add its gradient to that of earlier calls since the last step; a sum over tokens, not a mean.
+        """Compute a loss and add its gradient to the one of earlier calls since the last step; a sum over tokens, no mean.
 
         Args:
             batch: sequences with the inputs of the loss.
@@ -205,14 +205,14 @@ class Trainer:
         return self._do(lambda tenants: tenants.forward_backward(self._MODEL, batch, call, forward_only=forward_only))
 
     def optim_step(self, learning_rate: float, **others: float) -> Mapping[str, float]:
-        """Make a step of AdamW with the sum of gradients; further arguments are those of `AdamParams`."""
+        """Make a step of AdamW with the sum of gradients; for further arguments see `AdamParams`."""
         params = AdamParams(learning_rate, **others)
         metrics = self._do(lambda tenants: tenants.optim_step(self._MODEL, params))
         self._drop_sampler()
         return metrics
 
     def sample(self, prompts: Sequence[str | Sequence[int]], **settings: Any) -> list[tuple[Sample, ...]]:
-        """Sample every prompt with the weights as they are now; further arguments are those of `SampleCall`.
+        """Sample every prompt with the weights as they are now; for further arguments see `SampleCall`.
 
         Args:
             prompts: texts, or ids of tokens.

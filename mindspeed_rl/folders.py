@@ -130,7 +130,7 @@ def _unlink(name: str, folder: int) -> bool:
 
 
 def _make_mutable(name: str, folder: int) -> bool:
-    """Clear the attributes of a file or folder that forbid its removal (chattr +i, +a), and those of its folder."""
+    """Clear the attributes that forbid the removal of a file or folder (chattr +i, +a), on it and on its parent."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:

@@ -173,7 +173,7 @@ def closes_thought(text: str) -> bool:
 def split_thought(response: str, prompt: str = "") -> tuple[str, str]:
     """Return (thought, text after it) of a complete response; the text is "" if the response ends within the thought.
 
-    The family is that of the thought that the prompt opened, else of the first mark. Thoughts of another family after it do
+    The family comes from the thought that the prompt opened, else from the first mark. Thoughts of another family after it do
     not count either.
 
     Args:
@@ -206,7 +206,7 @@ def list_mark_tokens(tokens: Iterable[str]) -> frozenset[str]:
 
 
 def find_template_marks(template: str, tokens: Iterable[str] = ()) -> ThoughtMarks:
-    """Return the family of a chat template's text, else that of the tokens of its tokenizer, else <think>.
+    """Return the family of a chat template's text, else of its tokenizer's tokens, else <think>.
 
     Args:
         template: the text, in which names of tags and channels are.

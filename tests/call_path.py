@@ -26,7 +26,7 @@ def listed() -> list[Call]:
 def frames_of_ours(frame: FrameType | None) -> list[Call]:
     """The package's frames below and including this one, outermost first; methods without their class.
 
-    Comprehensions have frames of their own up to Python 3.11; they are no calls.
+    Comprehensions have frames of their own up to Python 3.11; they are not calls.
     """
     results = []
     package = str(ROOT / "mindspeed_rl")

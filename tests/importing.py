@@ -379,7 +379,7 @@ Composed = tuple[dict[str, Callable[[DictConfig], object]], DictConfig]
 
 
 def find_different(composed: Composed, here: SourcePlan, accepted: frozenset[str]) -> Iterator[str]:
-    """Yield the numbers of a run file that are not those of the composed configuration."""
+    """Yield the numbers of a run file that differ from the composed configuration."""
     numbers, config = composed
     for name, read in numbers.items():
         there, ours = read(config), getattr(here, name)

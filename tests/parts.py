@@ -1,7 +1,7 @@
 """Test files of every environment, and parts of about the same length: python tests/parts.py ENVIRONMENT [--all] [--part K/N]
 
 The files of the environments of a lane, one after another, are a line as long as `durations.json` says: seconds of a file
-without its slow tests, and of these. `tests/run.sh` runs the lanes at the same time, after that of the unit tests. Part K of N
+without its slow tests, and of these. `tests/run.sh` runs the lanes at the same time, after the unit tests' lane. Part K of N
 is the K-th of N equal stretches of each line. Where a file is cut, `--share FILE=FROM:TO` chooses its tests by their position
 (`pytest_collection_modifyitems` of conftest.py), so each test is in exactly one part. The files of a part are in falling order
 of their seconds: processes that take one after another then end at about the same time.

@@ -41,7 +41,7 @@ def _run_files(folder: Path) -> list[Path]:
 
 SHIPPED = [path for path in _run_files(find_project_configs()) if "tiny" not in path.stem]
 OWN = _run_files(DATA / "run_files")
-#: `PUBLIC_RUN_FILES=folder` adds all run files below a folder: those of MindSpeed-RL's branches, for example
+#: `PUBLIC_RUN_FILES=folder` adds all run files below a folder: MindSpeed-RL's branches, for example
 PUBLIC = _run_files(Path(os.environ["PUBLIC_RUN_FILES"])) if "PUBLIC_RUN_FILES" in os.environ else []
 ALL = [*SHIPPED, *OWN, *PUBLIC]
 

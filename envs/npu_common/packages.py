@@ -3,7 +3,7 @@
 python packages.py constraints LINE         versions of a line (main, fallback, cann85, simulated), with the recorded ones
 python packages.py requirements LINE        what pip installs in one step, after vLLM without its requirements
 python packages.py pinned LINE PACKAGE      the version of one package
-python packages.py resolve LINE [--write]   resolve the list for every host of a line, with wheels alone; needs a package index,
+python packages.py resolve LINE [--write]   resolve the list for every host of a line, with only wheels; needs a package index,
                                             an environment with torch (the suite's own is one) and python3.X for each Python
 """
 
@@ -28,11 +28,11 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 #: built or taken in other ways: vLLM and vllm-ascend without their requirements, triton-ascend from an index of its own
 SEPARATE = ("vllm", "vllm-ascend", "triton-ascend")
-#: dependencies without wheels, in pure Python: pip builds them with setuptools alone
+#: dependencies without wheels, in pure Python: pip builds them with only setuptools
 _SOURCES = ("antlr4-python3-runtime==4.9.3",)
 #: imported by vLLM's setup.py, which pip does not isolate
 _BUILDS_VLLM = ("setuptools-rust", "setuptools-scm", "setuptools<81", "packaging", "jinja2")
-#: what `pip install --dry-run` runs as: markers are those of the host, not of this interpreter
+#: what `pip install --dry-run` runs as: markers are the host's, not this interpreter's
 _PIP_OF_HOST = """
 import json, sys
 from pip._vendor.packaging import markers
@@ -86,7 +86,7 @@ def name_of(requirement: str) -> str:
 
 
 def _layers(line: str) -> Iterator[list[str]]:
-    """Yield the lines of a constraints file, then those of the file that it is laid over."""
+    """Yield the lines of a constraints file, then the lines of the file that it is laid over."""
     lines = (HERE / f"constraints-{line}.txt").read_text().splitlines()
     yield [entry for entry in lines if name_of(entry)]
     for base in (entry.removeprefix("# over: ") for entry in lines if entry.startswith("# over: ")):
@@ -183,7 +183,7 @@ def _requirements_of_project() -> list[str]:
 
 
 def resolve(line: str, hosts: Sequence[Host], *, recorded: bool) -> dict[Host, dict[str, str]]:
-    """Return package -> version for each host, with wheels alone.
+    """Return package -> version for each host, with only wheels.
 
     Raises:
         CalledProcessError: pip finds no solution; it has printed why.

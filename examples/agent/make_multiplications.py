@@ -35,7 +35,7 @@ WORDS = [
     *("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     *('{"name": "', "calculator", '", "arguments": {"', "expression", '": "', '"}}'),
 ]
-#: calls as Hermes and Qwen write them, but for the line breaks; of the tools their names alone are told
+#: calls as Hermes and Qwen write them, but for the line breaks; of the tools only their names are listed
 CHAT_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}</tools>{% endif %}"
     "{% for message in messages %}"

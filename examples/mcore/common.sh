@@ -293,7 +293,7 @@ rl_data() {
         --dataset-additional-keys labels "$@"
 }
 
-# Prompts alone, for a reward model: the columns of descriptiveness, as MindSpeed-LLM's guide of Ray GRPO has them.
+# Only prompts, for a reward model: the columns of descriptiveness, as MindSpeed-LLM's guide of Ray GRPO has them.
 ppo_data() {
     _preprocess ppo descriptiveness-00000-of-00001.parquet --handler-name PPOAlpacaStyleInstructionHandler \
         --map-keys '{"prompt": "prompt", "query": "", "response": "prompt", "system": ""}' "$@"

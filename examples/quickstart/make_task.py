@@ -47,7 +47,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, family: str = "qwen2.5") -> PreTrainedModel:
-    """A tiny model with random weights: that of configs/model/tiny_qwen25.yaml, or a Qwen3.5 with gated delta nets."""
+    """A tiny model with random weights: the one of configs/model/tiny_qwen25.yaml, or a Qwen3.5 with gated delta nets."""
     torch.manual_seed(SEED)
     common = {
         "vocab_size": 128,

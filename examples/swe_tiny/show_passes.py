@@ -16,7 +16,7 @@ COUNT = 5
 def main(path: Path) -> int:
     """See the module."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    # the first record is that of the evaluation before training
+    # the first record belongs to the evaluation before training
     scores = [record["grpo/score/mean"] for record in records if "grpo/score/mean" in record]
     first, last = statistics.fmean(scores[:COUNT]), statistics.fmean(scores[-COUNT:])
     print(f"first {COUNT} iterations: {first:.1%}   last {COUNT} of {len(scores)}: {last:.1%}")

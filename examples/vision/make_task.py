@@ -1,7 +1,7 @@
 """Makes the vision example's task: a picture with two shapes at random places, of which the larger one's colour is rewarded.
 
 The answers of the warm start name the colour of either shape, by chance. So a model that has learnt all of it is right in half
-of the pictures, and that the larger shape is meant can be learnt from the reward alone.
+of the pictures, and that the larger shape is meant can be learnt only from the reward.
 
 Everything is made here, nothing is downloaded. Writes below the given folder:
   model/                a Hugging Face folder (config, processor, tokenizer, random weights) of a tiny Qwen2.5-VL
@@ -57,7 +57,7 @@ VISION_CONFIG = {
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a printable ASCII character, and those of images."""
+    """One token per printable ASCII character, and the tokens of images."""
     characters = [chr(code) for code in range(32, 127)]
     vocabulary = {token: index for index, token in enumerate(SPECIAL + characters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
@@ -102,7 +102,7 @@ def save_model(folder: Path) -> None:
 
 
 def save_processor(folder: Path) -> None:
-    """Writes the files of the processor next to those of the tokenizer."""
+    """Writes the processor's files next to the tokenizer's."""
     path = folder / "tokenizer_config.json"
     # what the processor and vLLM look for
     extra = {"tokenizer_class": "PreTrainedTokenizerFast", "image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}

@@ -291,7 +291,7 @@ def check(slices: int = 1) -> None:
 def find_violation(slices: int, threads: int) -> str | None:
     """Return the sentence that `check` would end a worker on this machine with; None where it would not.
 
-    torch's settings are those of a worker meanwhile, and as before afterwards.
+    torch has a worker's settings meanwhile, and its earlier ones afterwards.
 
     Args:
         threads: number of threads of a worker.
@@ -327,7 +327,7 @@ def _find_violations(slices: int) -> Iterator[str]:
 
 
 def _find_differences(multiply: Callable[[Tensor, Tensor], Tensor], slices: int) -> Iterator[str]:
-    """Yield a sentence for each kind of block whose rows differ from those of torch's product of all rows."""
+    """Yield a sentence for each kind of block whose rows differ from the rows of torch's product of all rows."""
     for dtype in (torch.float32, torch.bfloat16):
         max_rows = find_max_rows(dtype)
         for width in _WIDTHS:

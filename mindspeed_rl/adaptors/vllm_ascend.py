@@ -58,7 +58,7 @@ _ADDITIONAL_CONFIG: dict[tuple[int, int], Callable[[bool], dict[str, Any]]] = {
     (0, 27): lambda cleans: {"rl_config": {"enabled": True, "sleep_mode_extra_cleanup": cleans}},
 }
 _CLEANS_FROM = (0, 23)
-#: the releases that were read name by name; 0.24 to 0.26 have the interface of 0.23, 0.28 to 0.30 that of 0.27
+#: the releases that were read name by name; 0.24 to 0.26 have the interface of 0.23, 0.28 to 0.30 the interface of 0.27
 _KNOWN_RELEASES = ((0, 18), (0, 23), (0, 24), (0, 25), (0, 26), (0, 27), (0, 28), (0, 29), (0, 30))
 
 #: names of the weight-transfer backends of `init_weight_transfer_engine`, where a release has any

@@ -42,7 +42,7 @@ def build_async_engine(arguments: Mapping[str, Any]) -> Any:
 def unlink_segments(prefix: str) -> None:
     """Remove the names of the memory that this engine's processes share from /dev/shm; all of them have mapped it by now.
 
-    vLLM leaves segments of the CPU communicator behind, however it ends. Those of message queues are unlinked in `__del__`, and
+    vLLM leaves segments of the CPU communicator behind, however it ends. Message queues' are unlinked in `__del__`, and
     else by Python's resource tracker, which misses them when they are gone: they are for engines that end, with their tracker,
     by being killed.
     """

@@ -1,7 +1,7 @@
 """Buffers of vLLM's models keep their values with dummy weights (DummyModelLoader.load_weights; vLLM 0.32).
 
 An engine starts with dummy weights, and the trainer sends its own. vLLM then fills all of a model's state with random numbers,
-also the mean and deviation by which a model of images normalizes pixels: these come from the processor's file, are no weights,
+also the mean and deviation by which a model of images normalizes pixels: these come from the processor's file, are not weights,
 and are never sent. Without this a picture reaches the tower as noise, and log-probs of trainer and engine differ by 0.2.
 The same for the scales of a KV cache in fp8, whose first value means that none was loaded.
 

@@ -84,7 +84,7 @@ def group_norm_whitened(inputs: AdvantageInputs, objective: Objective) -> tuple[
     """Normalize rewards within their group, then over the tokens of the batch (AReaL's reward_norm with adv_norm).
 
     a_i of `group_norm`; A = (a - mean a) / (std a + eps), mean and std with n - 1 over all tokens of the batch. With scale
-    "none" the spread of the batch alone divides, as in Lite PPO (arXiv:2508.08221).
+    "none" only the spread of the batch divides, as in Lite PPO (arXiv:2508.08221).
     """
     normalized, _ = group_norm(inputs, objective)
     values = normalized.double()

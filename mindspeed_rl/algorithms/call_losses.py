@@ -1,7 +1,7 @@
 """Losses of a training service by their published definitions: https://tinker-docs.thinkingmachines.ai/tinker/losses.
 
 Each is a sum over tokens, of which a function here returns the terms; nothing is divided. With p the log-probs of the targets,
-q those of the sampler, A the advantages and r = exp(p - q):
+q the sampler's, A the advantages and r = exp(p - q):
 
     cross_entropy         -w p                         [N, K] targets: -sum_k w_k p_k
     importance_sampling   -r A
@@ -10,7 +10,7 @@ q those of the sampler, A the advantages and r = exp(p - q):
     dro                   -(A p - beta / 2 (p - q)^2)                                             arXiv:2405.19107
     gspo                  ppo with r_t = sg(s) p_t / sg(p_t), s = exp(mean of p - q over the mask)    arXiv:2507.18071
 
-Thresholds are those of the call, or columns of the same names with a value per token.
+Thresholds come from the call, or from columns of the same names with a value per token.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def real(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """
     mask, size = inputs.mask, objective.group_size
     if mask.shape[0] % size:
-        raise ValueError(f"loss_type real compares the {size} responses of a prompt; {mask.shape[0]} rows are no whole groups")
+        raise ValueError(f"loss_type real compares the {size} responses of a prompt; {mask.shape[0]} rows are not whole groups")
     scores = (row_mean(inputs.log_ratio, mask) / objective.real_tau).view(-1, size)
     gains, present = (row_mean(inputs.advantages, mask) > 0).view(-1, size), mask.any(dim=1).view(-1, size)
     losses, both = scores.new_zeros(len(scores)), scores.new_ones(len(scores), dtype=torch.bool)
@@ -217,7 +217,7 @@ def online_dpo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tens
     """
     mask, size = inputs.mask, objective.group_size
     if mask.shape[0] % size:
-        raise ValueError(f"loss_type online_dpo compares {size} responses of a prompt; {mask.shape[0]} rows are no groups")
+        raise ValueError(f"loss_type online_dpo compares {size} responses of a prompt; {mask.shape[0]} rows are not groups")
     assert inputs.ref_log_probs is not None  # it needs the reference
     ratios = torch.where(mask, inputs.log_probs - inputs.ref_log_probs, 0.0).sum(1).view(-1, size)
     gains, present = row_mean(inputs.advantages, mask).view(-1, size), mask.any(dim=1).view(-1, size)

@@ -1,6 +1,6 @@
 """Responses that should earn nothing: a bank of cheats, wrong answers next to the label, and the honest answer beside them.
 
-A cheat is a function of a row; only those of `LABEL_CHEATS` and mutations see its label.
+A cheat is a function of a row; only `LABEL_CHEATS` and mutations see its label.
 """
 
 from __future__ import annotations

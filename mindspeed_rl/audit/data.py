@@ -97,7 +97,7 @@ KINDS: dict[str, Kind] = {
     ),
     "near_duplicate": Kind("nearly equal to an earlier prompt", "Keep one: the other teaches nothing new."),
 }
-#: reasons to leave out a row that are no faults: with samples of a model, and on request
+#: reasons to leave out a row that are not faults: with samples of a model, and on request
 DECIDED: dict[str, Kind] = {
     "never": Kind("no sample of the model is right", "Begin with easier prompts, or check the label."),
     "always": Kind("all samples of the model are right", "The model has learnt it already."),
@@ -396,8 +396,8 @@ def _add_given_away(audit: DataAudit, rows: list[tuple[int, str, str]], num_prom
     """Record prompts that give their answer away, unless so many do that it is the task: a text to copy from."""
     if num_prompts >= 20 and len(rows) >= _IN_FORM * num_prompts:
         audit.notes.append(
-            f"{len(rows):,} of {num_prompts:,} prompts have their label in them, such as {rows[0][1]}: {rows[0][2]}. This is no"
-            " finding where the task is to find it there; otherwise the run learns to copy."
+            f"{len(rows):,} of {num_prompts:,} prompts have their label in them, such as {rows[0][1]}: {rows[0][2]}. This is"
+            " not a finding where the task is to find it there; otherwise the run learns to copy."
         )
         return
     for number, where, detail in rows:

@@ -49,7 +49,7 @@ class Response:
     Attributes:
         kind: honest, wrong, cheat or mutation.
         name: title of the cheat or mutation, or the form of an honest answer.
-        variant: index among those of a name.
+        variant: index among the variants of a name.
         text: the response.
     """
 
@@ -151,7 +151,7 @@ class RewardAudit:
         won = {title: one for title, one in self.cheats.items() if one.cheated}
         won = dict(sorted(won.items(), key=lambda item: -item[1].share))
         known = {cheat.title: cheat.advice for cheat in (*CHEATS, *LABEL_CHEATS)}
-        known[SAMPLE] = "the model finds it without training: compare the final answer alone, and the whole of it."
+        known[SAMPLE] = "the model finds it without training: compare only the final answer, and the whole of it."
         advice = [f"{title}: {known[title]}" for title in won if title in known]
         shown = [one for one in MUTATIONS if one.title in self.mutations and self.mutations[one.title].cheated]
         if any(one.is_wrong for one in shown):
@@ -464,7 +464,7 @@ def _is_cheat(case: Case, text: str, score: float, way: tuple[float, float], *, 
 
 
 def _pair(scored: Scored) -> Scored:
-    """Return the responses with their rewards, those of cheats that come in pairs with what the worse half earns."""
+    """Return the responses with their rewards; a cheat that comes in pairs earns what its worse half earns."""
     halves: dict[tuple[str, int], list[float]] = {}
     for response, score in scored:
         if response.name in _IN_PAIRS:

@@ -147,7 +147,7 @@ class RowStream:
 class RowPart:
     """The rows of a data set whose prompts have these indexes, among all prompts that the run reads there.
 
-    Rows that are no prompts belong to the first part.
+    Rows that are not prompts belong to the first part.
     """
 
     stream: RowStream
@@ -175,7 +175,7 @@ def find_tokenizer_folder(actor: MegatronConfig) -> str:
     if actor.load is not None and (Path(actor.load).expanduser() / "tokenizer_config.json").is_file():
         return actor.load
     raise ValueError(
-        "megatron_training.tokenizer_name_or_path: not set, and actor_config.load is no folder with a tokenizer, which the"
+        "megatron_training.tokenizer_name_or_path: not set, and actor_config.load is not a folder with a tokenizer, which the"
         " audit counts the tokens of prompts with"
     )
 

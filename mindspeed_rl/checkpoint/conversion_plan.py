@@ -202,7 +202,7 @@ class _Content:
         """Return the dtype of a parameter."""
         if op.hf[0] not in self.dtypes:
             raise ValueError(f"{self.source.path} lacks {op.hf[0]!r}")
-        # that of the first: a parameter whose tensors differ in dtype is refused when its pieces are written
+        # the first tensor's: a parameter whose tensors differ in dtype is refused when its pieces are written
         return self.dtypes[op.hf[0]]
 
     def make_args(self) -> argparse.Namespace:

@@ -325,7 +325,7 @@ def _build_config(family: str, values: Mapping[str, Any], shapes: Mapping[str, t
 
 
 def _check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError where the tensors of the file are not those of the model that its metadata describes."""
+    """Raise ValueError where the tensors of the file do not fit the model that its metadata describes."""
     architecture = architecture_for(config)
     ops = architecture.weight_ops(architecture.read_model_config(config))
     expected = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}

@@ -180,7 +180,7 @@ def open_peft(path: Path, ops: Iterable[WeightOp], r: int | None = None, alpha: 
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return adapter_config.json, which is that of plain LoRA."""
+    """Return adapter_config.json as plain LoRA has it."""
     config = read_json(path / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path} is a {config.get('peft_type')} adapter; only LORA is supported")

@@ -35,7 +35,7 @@ class MergedModel:
 
     Attributes:
         path: folder as the user names it.
-        source: its weights, those of the base where it is an adapter.
+        source: its weights, the base's where it is an adapter.
         adapter: the adapter; None for a whole model.
     """
 

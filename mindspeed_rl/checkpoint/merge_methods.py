@@ -65,8 +65,8 @@ def merge_task_arithmetic(base: Tensor | None, models: Iterable[Tensor], setting
 def merge_ties(base: Tensor | None, models: Iterable[Tensor], settings: MergeSettings) -> Tensor:
     """Trim task vectors, elect a sign per element, and average what has it. TIES, arXiv:2306.01708.
 
-    The largest `density` of each task vector x_i - base stays, by magnitude within the tensor; the sign of an element is that
-    of sum(w_i d_i); its value is the mean of the d_i with this sign, weighted by w_i. Times scale, it is added to the base.
+    The largest `density` of each task vector x_i - base stays, by magnitude within the tensor; the sign of an element is
+    sign(sum(w_i d_i)), its value is the mean of the d_i with this sign, weighted by w_i, times scale; it is added to the base.
     """
     assert base is not None
     deltas = [_trim(model - base, settings.density) for model in models]

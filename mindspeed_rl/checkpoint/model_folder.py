@@ -63,7 +63,7 @@ def _replace_folder(made: Path, target: Path, old: Path) -> None:
 
 
 def _replace_files(made: Path, target: Path) -> None:
-    """Move the files of a folder into another one, in place of those of a model there."""
+    """Move the files of a folder into another one, in place of a model's files there."""
     earlier = [path for path in target.iterdir() if _is_model_file(path)]
     for path in sorted(earlier, key=lambda path: path.name not in _MARKS):
         path.unlink()

@@ -77,7 +77,7 @@ def _encode_latin1(text: str, encoding: str) -> bytes:
 
 _SAFE["_codecs", "encode"] = _encode_latin1
 
-#: what an unpickler raises at bytes that are no pickle, or another one than expected
+#: what an unpickler raises at bytes that are not a pickle, or another one than expected
 UNREADABLE = (
     pickle.UnpicklingError,
     ArithmeticError,

@@ -136,9 +136,9 @@ def _audit_data(argv: list[str]) -> int:
     if arguments.drop_decided and arguments.clean is None:
         parser.error("--drop-decided leaves rows out of the file of --clean")
     if arguments.pass_rates is not None and not arguments.pass_rates.parent.is_dir():
-        parser.error(f"--pass-rates {arguments.pass_rates}: {arguments.pass_rates.parent} is no folder")
+        parser.error(f"--pass-rates {arguments.pass_rates}: {arguments.pass_rates.parent} is not a folder")
     if arguments.clean is not None and not arguments.clean.parent.is_dir():
-        parser.error(f"--clean {arguments.clean}: {arguments.clean.parent} is no folder")
+        parser.error(f"--clean {arguments.clean}: {arguments.clean.parent} is not a folder")
     run = _read_run(arguments)
     _, (train, held_out) = _open_data(run)
     for option in ("clean", "pass_rates"):

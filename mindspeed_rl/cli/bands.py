@@ -1,4 +1,4 @@
-"""Curves that a run may be expected to follow: those of earlier runs of its run file, and of its recipe."""
+"""Curves that a run may be expected to follow: of earlier runs of its run file, and of its recipe."""
 
 from __future__ import annotations
 

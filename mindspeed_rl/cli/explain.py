@@ -129,7 +129,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
     try:
         check_machine = registry.load(f"mindspeed_rl.trainers.{check}", "explain")
         resolve_run = registry.load("mindspeed_rl.run.models:resolve_run", "explain")
-    except ValueError as error:  # a machine without torch, for plans alone
+    except ValueError as error:  # a machine without torch, only for plans
         report["unchecked"] = f"files and this machine: {error}; install the environment of a device kind (envs/)"
         if checks_hub:
             report["errors"].append(report["unchecked"])

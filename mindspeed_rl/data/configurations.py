@@ -61,7 +61,7 @@ def read_configurations(folder: Path) -> dict[str, Configuration]:
 
 
 def find_repeated_shard(files: Iterable[Path]) -> tuple[Path, Path] | None:
-    """Return two files of different folders that are the same part of a split, as those of two configurations are."""
+    """Return two files of different folders that are the same part of a split, as files of two configurations are."""
     known: dict[str, Path] = {}
     for file in files:
         if _SHARD.search(file.name) and known.setdefault(file.name, file).parent != file.parent:

@@ -101,7 +101,7 @@ class InstructionSample(_WithImages, _WithTeacher):
 class InstructionDataset:
     """Rows of `<prefix>_packed_{input_ids,attention_mask,labels}_document`.
 
-    The ends of a pack's samples are read from the attention mask of a neat pack (1,1,2,2,...,0); those of a plain pack, with
+    The ends of a pack's samples are read from the attention mask of a neat pack (1,1,2,2,...,0); the ends in a plain pack, with
     `splits_packs`, from its column `sample_lengths`. A row that is not a pack is one sample either way.
 
     Args:
@@ -315,7 +315,7 @@ class UnpairedDataset:
     def __getitem__(self, index: int) -> JudgedAnswer:
         ids, labels, is_desirable, first = self._read(index)
         images, place = self._read_images(index), int(self._places[index])
-        # answers to the same prompt, such as the other one of a pair, are no mismatch
+        # answers to the same prompt, such as the other one of a pair, are not a mismatch
         for step in range(1, len(self)):
             other = int(self._order[place - step])
             other_ids, other_labels, _, start = self._read(other)

@@ -281,7 +281,7 @@ class _HiddenNames:
     """Encoder of texts in which names of tokens are hidden (`content_marks.py`): these are plain characters.
 
     It is a copy of the tokenizer in which each added token has another name. The text of the template gets these names, so
-    that the names in contents are those of no token, and all else is what the tokenizer makes of the whole text.
+    that names in contents are not names of tokens, and all else is what the tokenizer makes of the whole text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, names: TokenNames) -> None:

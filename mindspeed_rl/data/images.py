@@ -659,7 +659,7 @@ def collapse_image_tokens(ids: Sequence[int], images: Sequence[StoredImage]) -> 
         if is_image:
             waiting.pop()
     if waiting:
-        raise ValueError(f"a context of {len(ids)} tokens lacks those of {len(waiting)} of its {len(images)} images")
+        raise ValueError(f"a context of {len(ids)} tokens lacks the tokens of {len(waiting)} of its {len(images)} images")
     return collapsed
 
 

@@ -162,7 +162,7 @@ def read_index(path_prefix: str | Path) -> _Index:
     # Megatron's reader asserts it, and reads documents past the last row otherwise
     documents = np.memmap(f"{path_prefix}.idx", np.int64, "r", 34 + 12 * num_rows, (num_documents,)) if num_documents else [-1]
     if documents[0] != 0 or documents[-1] != num_rows or (np.diff(documents) < 0).any():
-        raise ValueError(f"{path_prefix}.idx is damaged: its documents are not those of {num_rows} rows; write it again")
+        raise ValueError(f"{path_prefix}.idx is damaged: its documents do not match {num_rows} rows; write it again")
     ends = pointers + lengths.astype(np.int64) * dtype.itemsize
     needed = int(ends.max(initial=0))
     if needed != size or (lengths < 0).any() or (pointers < 0).any():

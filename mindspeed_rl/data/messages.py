@@ -1,7 +1,7 @@
 """The reader of lists of messages, in ShareGPT's and in OpenAI's form, for every stage: one table of forms, one function.
 
 A key that the reader does not know may be text that should be read or trained, so it is kept in `Message.unread_keys`, and
-templates refuse it unless they write it. Keys of `METADATA_KEYS` describe a message and are no part of the conversation.
+templates refuse it unless they write it. Keys of `METADATA_KEYS` describe a message and are not part of the conversation.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class PromptDataset:
     """Prompts that `max_prompt_length` and `long_prompts` allow, with their labels and additional columns.
 
     Build it with `open_prompts`. `num_read` counts all rows, `num_too_long` those filtered out for their length, `num_cut`
-    those that keep their last tokens alone, `dropped` those left out for another reason (malformed, empty ...).
+    those that keep only their last tokens, `dropped` those left out for another reason (malformed, empty ...).
     """
 
     def __init__(
@@ -497,7 +497,7 @@ class RawPrompt:
 
 @dataclass(frozen=True)
 class LeftOutRow:
-    """A row of raw data that is no prompt.
+    """A row of raw data that is not a prompt.
 
     Attributes:
         number: row of its file, counted from 1.

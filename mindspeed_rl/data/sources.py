@@ -55,7 +55,7 @@ _PATTERN = re.compile(r"[*?\[]")
 _SPLITS = {"train": "train", "training": "train"} | dict.fromkeys(
     ("test", "testing", "validation", "valid", "val", "dev", "eval", "heldout"), "held out"
 )
-#: decodes bytes that are no UTF-8 to U+DC80 to U+DCFF, so that messages can name their row
+#: decodes bytes that are not UTF-8 to U+DC80 to U+DCFF, so that messages can name their row
 _KEEP_BYTES = "surrogateescape"
 _KEPT_BYTE = re.compile(r"[\udc80-\udcff]")
 _NumberedRow = tuple[int, Row | MalformedRowError]

@@ -945,7 +945,7 @@ def check_templates(name: str | None, path: str | None) -> None:
     """
     if name in (None, HF_TEMPLATE) or not path or Path(path).is_file() or name in _load_template_file(str(_TEMPLATE_FILE)):
         return
-    raise ValueError(f"prompt_type={name!r} is no built-in template, and prompt_type_path: {describe_missing(path)}")
+    raise ValueError(f"prompt_type={name!r} is not a built-in template, and prompt_type_path: {describe_missing(path)}")
 
 
 def find_end_token(name: str | None, path: str | Path | None = None) -> str | None:

@@ -33,7 +33,7 @@ def check_tokenizer_files(path: str | Path) -> bool:
     if not any(fnmatch(file.name, pattern) for file in folder.iterdir() for pattern in _VOCABULARIES):
         raise ValueError(
             f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: the folder holds none ("
-            f"{folder.absolute()} has no tokenizer.json, tokenizer.model or vocab.json); copy those of the model there"
+            f"{folder.absolute()} has no tokenizer.json, tokenizer.model or vocab.json); copy the model's files there"
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
@@ -116,7 +116,7 @@ _SAMPLE_TEXTS = (
 
 
 def check_tokens(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Compare the tokens of some texts with those of tokenizer.json itself, and their texts.
+    """Compare the tokens of some texts with tokenizer.json's own, and their texts.
 
     transformers builds the steps of a known model_type by itself and ignores the steps in the file.
 

@@ -110,7 +110,7 @@ class _Stock:
     """Units of rows that one consumer can still take, with some columns ready; and the requests that wait for such.
 
     A unit is a group of samples or a single row. Every cell is counted once, so that a request costs the rows that it gets and
-    not those of the dock.
+    not the dock's.
 
     Args:
         unit: rows of a unit.

@@ -198,7 +198,7 @@ def measure_engine(
 
 
 def compare_results(first: EngineResult, other: EngineResult) -> list[Difference]:
-    """Return the largest difference of each quantity, and that of each gradient."""
+    """Return the largest difference of each quantity and of each gradient."""
     gaps = [float((ours - theirs).abs().max()) for ours, theirs in zip(first.log_probs, other.log_probs, strict=True)]
     worst_row = max(range(len(gaps)), key=gaps.__getitem__)
     differences = [

@@ -24,7 +24,7 @@ def _karmarkar_karp(lengths: Sequence[int], num_subsets: int) -> list[list[int]]
         raise ValueError(f"{len(lengths)} sequences cannot be split in {num_subsets} non-empty parts.")
     if num_subsets == 1:
         return [list(range(len(lengths)))]
-    # A subset is -sum * count + its first member, so subsets are in falling order of sum, and then in that of their members,
+    # A subset is -sum * count + its first member, so subsets are in falling order of sum, then in the order of their members,
     # which differ in the first. The others follow in a chain. A state is its subsets that are not empty, in order.
     count = len(lengths)
     following, last = [-1] * count, list(range(count))
@@ -34,7 +34,7 @@ def _karmarkar_karp(lengths: Sequence[int], num_subsets: int) -> list[list[int]]
     singles = sorted(range(count), key=lambda i: (lengths[i], -i))
 
     def pop() -> list[int]:
-        # among equally wide states those of one sequence are the oldest
+        # among equally wide states the states of one sequence are the oldest
         if singles and (not heap or -lengths[singles[-1]] <= heap[0][0]):
             i = singles.pop()
             return [-lengths[i] * count + i]

@@ -424,7 +424,7 @@ def _divide(
         Layout of the packed ones; indexes of this rank's tokens, [1, t] or [b, s]; the same in the order of hidden states.
     """
     if not shape.packed:
-        # rows are equally wide, so one row's slice is that of all
+        # rows are equally wide, so one row's slice fits all
         cells = torch.arange(sum(padded)).view(len(padded), -1)[:, _local_positions(padded[:1], shape)]
         return None, cells, cells.t().flatten()  # hidden states are [s, b, h]: position-major
     prefixes = None

@@ -583,7 +583,7 @@ def _check_record(engine: Engine, files: StateFiles, record: Mapping[str, Any], 
 
 
 def _fits_generators(engine: Engine, files: StateFiles, record: Mapping[str, Any]) -> bool:
-    """Return whether the states of random generators are restored: those of as many ranks in the same layout."""
+    """Return whether the states of random generators are restored: only for as many ranks in the same layout."""
     if engine.config.finetune or engine.config.no_load_rng:
         return False
     return record["world_size"] == dist.get_world_size() and record["layout"] == files.describe()["layout"]

@@ -233,8 +233,8 @@ class AdapterSlot:
     """The adapters of a model as one slot, in which several models of one base take turns.
 
     A model has matrices in float32, of a rank up to the slot's, by name: "<Megatron's name of the weight>.lora_A" [r, in] and
-    ".lora_B" [out, r]. Those of `fill` are what passes compute with and what `save_peft` writes, the layers that it does not
-    name are the base's alone, and the ranks that it does not use are 0, which adds nothing to a sum. Dense models; not
+    ".lora_B" [out, r]. The tensors of `fill` are what passes compute with and what `save_peft` writes, layers that it does not
+    name have only the base, and the ranks that it does not use are 0, which adds nothing to a sum. Dense models; not
     collective, on a rank that has all of each layer.
     """
 

@@ -177,7 +177,7 @@ def use_muon(optimizer: MegatronOptimizer, chunks: Iterable[MegatronModule], con
     matrices: dict[Tensor, _Matrix] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            # by name, as every stage has it: Megatron marks neither the copy of prediction layers nor that of a tied head
+            # by name, as every stage has it: Megatron marks neither the copy of prediction layers nor the copy of a tied head
             is_end = any(end in name for end in _ENDS)
             if parameter.requires_grad and parameter.dim() == 2 and min(parameter.shape) > 1 and not is_end:
                 # under bf16 Megatron steps on a copy in float32

@@ -135,7 +135,7 @@ class StateOffloader(ABC):
 
     @abstractmethod
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the optimizer that are not those of the weights."""
+        """Yield the tensors of the optimizer that are not weights."""
 
     def resident_bytes(self) -> dict[str, int]:
         """Return the bytes of weights, gradients and optimizer state that are on the device now."""

@@ -297,7 +297,7 @@ class OffloadedOptimizer:
     def __init__(
         self, inner: torch.optim.Optimizer, weights: Mapping[Tensor, Tensor], offloaded: Sequence[Tensor], folder: str | None
     ) -> None:
-        """Make the states of parameters off the device, before the first step; their float32 weights are those of the model.
+        """Make the states of parameters off the device, before the first step; their float32 weights are the model's.
 
         Args:
             weights: weight of the model by the float32 one that the optimizer has for it.
@@ -490,7 +490,7 @@ def _step_fused(weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], 
 
 
 def _step_plain(weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
-    """AdamW as Muon's optimizer has it for what is no matrix."""
+    """AdamW as Muon's optimizer has it for what is not a matrix."""
     move_by_adam(weight, gradient, states["exp_avg"], states["exp_avg_sq"], group)
 
 

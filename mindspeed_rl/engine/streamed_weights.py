@@ -2,7 +2,7 @@
 
 A pass brings what is outside of the layers (embedding, last norm, head, vision tower) before the first layer, and each layer
 while the one before computes. So a device has at most these ends and two layers. Every pass of a micro-batch moves all weights
-again, which is slow: large micro-batches move them less often. The numbers are those of weights that stay on the device.
+again, which is slow: large micro-batches move them less often. The numbers equal a run's with all weights on the device.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ class TrainEngine:
     ) -> tuple[list[Tensor], ...] | None:
         """Compute the gradient of a sum of losses, in the buffers of the gradients; the optimizer makes no step.
 
-        Nothing is divided, and routers have no losses of their own: the gradients of several calls add up to that of all rows.
+        Nothing is divided, and routers have no losses of their own; gradients of several calls add up to all rows' gradient.
 
         Args:
             loss: loss of each predicted token of a micro-batch, [rows, width]; values where the mask is False do not count.
@@ -612,7 +612,7 @@ class TrainEngine:
 
 
 def _shard_average(weights: ShardedStateDict, values: Mapping[str, Tensor], prefix: str) -> ShardedStateDict:
-    """Return the sharded state of an average: as that of the weights of a chunk, in float32 and under other keys."""
+    """Return the sharded state of an average: as the state of a chunk's weights, in float32 and under other keys."""
     average: ShardedStateDict = {}
     for name, entry in weights.items():
         if prefix + name in values:

@@ -1,6 +1,6 @@
 """Images of a micro-batch: their tokens and rotary positions, and the tower that computes their features on the first stage.
 
-The features replace the embeddings of image tokens before these are scattered over tensor ranks. Those of further levels
+The features replace the embeddings of image tokens before these are scattered over tensor ranks. Features of further levels
 (deepstack, arXiv:2406.04334) are added to the hidden states after the first layers; they travel with the layout of the
 micro-batch, because a layer that is recomputed in backward must find them again.
 """

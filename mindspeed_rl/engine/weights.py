@@ -43,7 +43,7 @@ class LocalWeight:
 
     @property
     def is_computed(self) -> bool:
-        """True where the weight's HF tensors are no views of its storage: they are computed anew for each reading."""
+        """True where the weight's HF tensors are not views of its storage: they are computed anew for each reading."""
         return self.merged is not None or self.op.packing.copies
 
 

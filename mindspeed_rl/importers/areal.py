@@ -135,7 +135,7 @@ def _choose_program(command: Command, path: Path, kind: str) -> Path:
 
 
 def _compose(path: Path, words: list[str]) -> dict[str, object]:
-    """Return the options of a file under those of a command, without references.
+    """Return the options of a file, replaced by a command's, without references.
 
     Raises:
         ConfigError: it cannot be read, a word sets nothing, or a reference or value is missing.
@@ -175,7 +175,7 @@ def read_layout(text: str, option: str, engines: tuple[str, ...]) -> tuple[Layou
         ConfigError: it has another form.
     """
     engine, _, dimensions = text.replace(" ", "").partition(":")
-    # the layout of attention counts the devices; that of experts is among them
+    # the layout of attention counts the devices, which experts share
     parts = [part.partition(":") for part in dimensions.strip("()").split("|")] if "|" in dimensions else []
     sections = {name: sizes for name, _, sizes in parts}
     attention, experts = sections.get("attn", dimensions), sections.get("ffn", dimensions)
@@ -345,7 +345,7 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
     """Return the run with rollouts: batch, sampling, devices, data and reward."""
     batch, group = command.count("train_dataset.batch_size", 1), command.count("gconfig.n_samples", 1)
     if batch * group % shared.steps_per_rollout:
-        run.refuse("actor.ppo_n_minibatches", f"{batch * group} responses are no {shared.steps_per_rollout} equal parts")
+        run.refuse("actor.ppo_n_minibatches", f"{batch * group} responses do not make {shared.steps_per_rollout} equal parts")
     response = command.count("gconfig.max_new_tokens", 16384)
     for name, default, what in (("actor.max_new_tokens", 1024, "the limit of a response"),
                                 ("actor.temperature", 1.0, "the temperature")):  # fmt: skip

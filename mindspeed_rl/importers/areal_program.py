@@ -42,12 +42,12 @@ class Program:
         """Read a program; None where it starts no trainer of AReaL.
 
         Raises:
-            ConfigError: it is no Python, or an argument of the trainer is code.
+            ConfigError: it is not Python, or an argument of the trainer is code.
         """
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, ValueError, RecursionError) as error:
-            raise ConfigError([f"{path.name} is no Python program: {error}"]) from None
+            raise ConfigError([f"{path.name} is not a Python program: {error}"]) from None
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         kinds = [TRAINERS[name] for node in calls if (name := _name(node.func)) in TRAINERS]
         if not kinds:

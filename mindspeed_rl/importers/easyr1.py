@@ -1,6 +1,6 @@
 """Commands and files of EasyR1: `python -m verl.trainer.main config=FILE name=value ...`, a fork of verl with keys of its own.
 
-Its defaults are those of its dataclasses; a file is merged over them, and the words of the command over the file.
+Its defaults come from its dataclasses; a file is merged over them, and the words of the command over the file.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _ALGORITHM: dict[str, Option] = {
 _MODEL: dict[str, Option] = {
     "model_path": part("load"),
     "tokenizer_path": to(f"{ACTOR}.tokenizer_name_or_path"),
-    "override_config": refused("other numbers of the model than those of config.json"),
+    "override_config": refused("other numbers of the model than in config.json"),
     "enable_gradient_checkpointing": with_others("recompute_granularity"),
     "trust_remote_code": no_effect("models are built here"),
     "freeze_vision_tower": with_others("freeze_vit"),
@@ -208,7 +208,7 @@ _ROLLOUT: dict[str, Option] = {
     "gpu_memory_utilization": to(f"{ENGINE}.gpu_memory_utilization", default=0.6),
     "ignore_eos": refused("responses that do not end"),
     "enforce_eager": to(f"{ENGINE}.enforce_eager"),
-    "enable_chunked_prefill": no_effect("read by an engine of earlier releases alone"),
+    "enable_chunked_prefill": no_effect("read only by an engine of earlier releases"),
     "tensor_parallel_size": part("infer_tensor_parallel_size"),
     "max_model_len": to(f"{ENGINE}.max_model_len"),
     "max_num_batched_tokens": to(f"{ENGINE}.max_num_batched_tokens"),
@@ -237,7 +237,7 @@ _TABLE: dict[str, Option] = {
     f"{_A}max_grad_norm": part("clip_grad"),
     **_list("clip_ratio_low clip_ratio_high clip_ratio_dual", part(CLIP, off="the loss has no bounds"), _A),
     **_list("loss_avg_mode loss_type", part("loss_type importance_sampling_level"), _A),
-    **_list("tau_positive tau_negative", with_others("tau_pos and tau_neg", off="read by sapo alone"), _A),
+    **_list("tau_positive tau_negative", with_others("tau_pos and tau_neg", off="read only by sapo"), _A),
     f"{_A}ulysses_size": part("context_parallel_size", off="one device for each sequence"),
     **_under("worker.ref.fsdp.", _ROLE_FSDP),
     **_list("strategy offload.offload_params offload.offload_optimizer", no_effect(_ROLE), "worker.ref."),
@@ -263,7 +263,7 @@ _OPEN: tuple[tuple[str, Option], ...] = tuple(
 
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
-    """Return the command of EasyR1 among those of a script, or a file of its configuration."""
+    """Return the EasyR1 command of a script, or a file of its configuration."""
     if len(commands) == 1 and len(commands[0].words) == 1 and Path(commands[0].words[0]).suffix in (".yaml", ".yml"):
         command, words = commands[0], [f"config={commands[0].words[0]}"]
     else:
@@ -272,7 +272,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", name):
-            raise ConfigError([f"{word!r} is no value such as data.rollout_batch_size=512, which EasyR1 reads"])
+            raise ConfigError([f"{word!r} is not a value such as data.rollout_batch_size=512, which EasyR1 reads"])
         if name == "config":
             continue
         _set(options, name, _read_value(text))
@@ -532,7 +532,7 @@ def _describe_generation(run: Import, command: SourceCommand, recipe: Recipe) ->
     data = _read_data(run, command)
     if not command.flag("data.filter_overlong_prompts", default=True):
         run.refuse("data.filter_overlong_prompts", "long prompts of which the first tokens are kept; true leaves them out")
-    run.put("data.filter_overlong_prompts", {f"{RL}.long_prompts": "drop_longer"}, "those of max_prompt_length tokens stay")
+    run.put("data.filter_overlong_prompts", {f"{RL}.long_prompts": "drop_longer"}, "prompts of max_prompt_length tokens stay")
     path, name = _split_reward(command)
     if path is None:
         raise ConfigError(["the command names no reward: worker.reward.reward_function is missing"])
@@ -579,7 +579,7 @@ def _read_data(run: Import, command: SourceCommand) -> str:
     if needs and given is None:
         column = command.text("data.prompt_key", "prompt")
         raise ConfigError(
-            [f"data.train_files {name}: its rows with {needs} in the column {column} are no file yet: write them, and say "
+            [f"data.train_files {name}: its rows with {needs} in the column {column} are not a file yet: write them, and say "
              f"--set {_PROMPTS}=FILE"]
         )  # fmt: skip
     path = name_prompts(name) if given is None else given

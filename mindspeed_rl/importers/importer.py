@@ -147,7 +147,7 @@ def _list_refused(run: Import) -> list[str]:
 
 
 def _compare_plans(run: Import, there: Recipe) -> Run:
-    """Compare the numbers of the command with those of its run file, and return the run.
+    """Compare the numbers of the command with its run file's, and return the run.
 
     Raises:
         ConfigError: the run file breaks a rule, needs what this version does not have, or numbers differ.

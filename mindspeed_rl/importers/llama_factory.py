@@ -54,7 +54,7 @@ _SWITCHES = {
     "USE_KT": "KTransformers",
     "USE_HYPER_PARALLEL": "HyperParallel",
 }
-#: options that the files of the second engine alone have
+#: options that only the files of the second engine have
 _OF_V1 = ("model", "model_class", "train_dataset", "dist_config", "peft_config", "init_config", "quant_config")
 #: names of models whose weights are quantized
 _QUANTIZED = re.compile(r"(?i)[-_](awq|gptq|aqlm|hqq|bnb|eetq|4bit|8bit|int4|int8|w8a8|fp8)(?![a-z])")
@@ -75,7 +75,7 @@ class _Command(SourceCommand):
 
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
-    """Return the training command among those of a script: of llamafactory-cli, of its scripts, or a file of options."""
+    """Return the training command of a script: of llamafactory-cli, of its scripts, or a file of options."""
     for command in commands:
         words = list(command.words)
         place = _find_program(words)
@@ -110,7 +110,7 @@ def _find_program(words: list[str]) -> int | None:
 
 
 def _read_options(command: Command, words: list[str]) -> dict[str, object]:
-    """Return the options of a file and those that replace them, or those of a command line."""
+    """Return the options of a file and those that replace them, or of a command line."""
     if not words or Path(words[0]).suffix not in _SUFFIXES:
         flags, leading = read_flags(tuple(words))
         if leading:
@@ -344,7 +344,7 @@ def _read_loss(run: Import, command: SourceCommand) -> tuple[str, float | None, 
         return "kto", beta, {"kto_beta": beta, "ref_model": reference}
     if stage == "orpo":
         if term:
-            run.refuse("pref_ftx", "a second supervised term next to that of ORPO")
+            run.refuse("pref_ftx", "a second supervised term next to ORPO's")
         return "orpo", beta, {"orpo_lambda": beta}
     if stage == "simpo":
         ratio = command.number("simpo_gamma", 0.5) / beta
@@ -401,7 +401,7 @@ def _read_rest(run: Import, command: _Command) -> None:
             run.translate(option, {f"{ACTOR}.{key}": False})
     run.note_given("max_samples", "a word of preprocessing, see data_path", changes_nothing=False)
     if command.flag("streaming"):
-        run.note_given("streaming", "the order of rows is that of the seed, there that of a buffer")
+        run.note_given("streaming", "rows are ordered by the seed, there by a buffer")
 
 
 def _choose_engine(
@@ -417,7 +417,7 @@ def _choose_engine(
 def _read_deepspeed(run: Import, command: _Command) -> int:
     """Return the stage of ZeRO, and refuse what a file of DeepSpeed sets besides memory.
 
-    Trainer checks that its other numbers are those of the command.
+    Trainer checks that its other numbers equal the command's.
     """
     value = command.get("deepspeed")
     if value in (None, "", False):

@@ -183,7 +183,7 @@ def _check(run: Import, entry: _Entry, stage: str, *, modelscope: bool) -> None:
         raise ConfigError([f"{place}: formatting {entry.form} is unknown; alpaca, sharegpt and openai are known"])
     is_ranking = bool(value.get("ranking"))
     if is_ranking != (stage in _PAIRED):
-        raise ConfigError([f"{place} {'is' if is_ranking else 'is no'} ranking data, which stage {stage} cannot train on"])
+        raise ConfigError([f"{place} {'is' if is_ranking else 'is not'} ranking data, which stage {stage} cannot train on"])
     if stage == "kto" and "kto_tag" not in entry.columns:
         raise ConfigError([f"{place} has no kto_tag in its columns, which stage kto reads"])
     readable = ("images",) if stage != "pt" and entry.columns.get("images") in ("images", "image") else ()

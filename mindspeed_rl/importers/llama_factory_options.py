@@ -210,7 +210,7 @@ _SHARED: dict[str, Option] = {
 
 _OF_SFT: dict[str, Option] = {
     "train_on_prompt": refused("questions that train"),
-    "mask_history": refused("rows of which the last answer alone trains"),
+    "mask_history": refused("rows of which only the last answer trains"),
     "use_dft_loss": part("sft_loss_type", off="off: -log p of each token"),
     "use_asft_loss": refused("the ASFT loss"),
     "use_eaft_loss": refused("the EAFT loss"),
@@ -241,7 +241,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], Mapping[str, Option]], ...] = (
 
 
 def _build_table(stage: str) -> dict[str, Option]:
-    """Return the records of a stage; options that others alone read have no effect in it."""
+    """Return the records of a stage; options that only others read have no effect in it."""
     table = dict(_SHARED)
     for stages, group in _GROUPS:
         readers = no_effect(f"only stage {stages[0]} reads it")

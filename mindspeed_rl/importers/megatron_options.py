@@ -151,7 +151,7 @@ def _capacity(run: Import, option: str, value: object) -> None:
 
 
 def _pre_softmax(run: Import, option: str, value: object) -> None:
-    # over the chosen experts its weights are those of a softmax over them
+    # over the chosen experts its weights are a softmax over them
     normalizes = not value or bool(run.options.get("norm_topk_prob"))
     run.translate(option, {f"{ACTOR}.norm_topk_prob": normalizes})
 
@@ -163,7 +163,7 @@ def _shared_experts(run: Import, option: str, value: object) -> None:
     if value and count is None:
         run.refuse(option, f"shared experts of width {value}, no multiple of the width of an expert ({format_value(width)})")
     else:
-        run.translate(option, {f"{ACTOR}.n_shared_experts": count or 0}, "their width by that of an expert")
+        run.translate(option, {f"{ACTOR}.n_shared_experts": count or 0}, "their width by an expert's")
 
 
 def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
@@ -309,7 +309,7 @@ def _count_iterations(run: Import, command: SourceCommand, steps: int) -> dict[s
     for name in ("lr_decay_iters", "lr_warmup_iters"):
         count = command.maybe(name)
         if count is not None and count % steps:
-            feature = f"a length that is no whole number of rollouts of {steps} optimizer steps"
+            feature = f"a length that is not a whole number of rollouts of {steps} optimizer steps"
             run.refuse(f"{run.prefix}{name}", feature)
         elif count is not None:
             counts[name] = int(count) // steps

@@ -98,7 +98,7 @@ def _count_processes(launcher: Mapping[str, list[str]]) -> int | None:
 
 
 def _read_run_file(path: Path, overrides: Mapping[str, object], devices: int | None) -> SourceCommand:
-    """Return a run file: options of the actor by their names, those of other groups and roles by dotted ones.
+    """Return a run file: options of the actor by their names, of other groups and roles by dotted names.
 
     Raises:
         ConfigError: a file is missing, or has another form.
@@ -164,7 +164,7 @@ def _role_record(role: str, name: str, value: object, own: Mapping[str, object])
     if name in ("lr_warmup_fraction", "lr_warmup_iters", "lr_decay_iters"):
         return to(f"{role}_config.{name}")
     if base is not None and base.kind == "mapped" and not base.keys and base.translate is None:
-        return no_effect("decided with that of the actor")
+        return no_effect("decided with the actor's")
     if base is None or base.kind != "mapped" or not base.keys or not base.keys[0].startswith(f"{ACTOR}."):
         return base or refused(f"an option that the group {role} does not have")
     return to(f"{role}_config.{base.keys[0].rpartition('.')[2]}")
@@ -217,7 +217,7 @@ _COSTS: dict[str, str] = {
     "memory: permuted tokens and inner states of experts stay until the backward pass, about moe_router_topk x (2 "
     "x hidden_size + 3 x moe_ffn_hidden_size); actor_config.recompute_granularity: selective with "
     "recompute_modules: [moe] frees them, for one more forward pass of the experts and their exchange, [moe_act] "
-    "the inner states alone, for an activation": (
+    "only the inner states, for an activation": (
         "moe_zero_memory moe_zero_memory_num_layers moe_adaptive_recompute_activation "
         "moe_adaptive_recompute_activation_scale"
     ),
@@ -244,7 +244,7 @@ _COSTS: dict[str, str] = {
         "mtp_mem_efficient_logits"
     ),
     "memory: weights and gradients are whole on each data-parallel rank; actor_config.use_distributed_optimizer: "
-    "true splits the optimizer's state alone, and more tensor, pipeline or expert parallelism the others": (
+    "true splits only the optimizer's state, and more tensor, pipeline or expert parallelism the others": (
         "layerzero layerzero_config enable_zero3 fsdp2_config_path"
     ),
     "memory: the optimizer's state is in float32, 12 bytes of a weight with its main copy; "
@@ -332,7 +332,7 @@ def _positions(run: Import, option: str, value: object) -> None:
     if not value or isolates or not of_answers:
         run.translate(option, {f"{ACTOR}.reset_position_ids": bool(value)})
     else:
-        run.note(option, "positions of answers begin anew with --reset-attention-mask alone", changes_nothing=False)
+        run.note(option, "positions of answers begin anew only with --reset-attention-mask", changes_nothing=False)
 
 
 def _columns(run: Import, option: str, value: object) -> None:
@@ -346,7 +346,7 @@ def _dense_layers(run: Import, option: str, value: object) -> None:
 
 
 def _neat_pack(run: Import, option: str, value: object) -> None:
-    """Set packs whose samples see only themselves, as they do next to --reset-attention-mask alone."""
+    """Set packs whose samples see only themselves, as they do only with --reset-attention-mask."""
     if value and not run.options.get("reset_attention_mask"):
         run.translate(option, {f"{ACTOR}.pack": True}, "without --reset-attention-mask samples see each other")
         return
@@ -480,7 +480,7 @@ _ROLE_OPTIONS: dict[str, dict[str, Option]] = {
         "cliprange_value": to(f"{RL}.cliprange_value", default=0.2),
         **dict.fromkeys(
             ("critic_mini_batch_size", "critic_update_epochs"),
-            with_others("as the actor's", off="as that of the actor", by_nature=True),
+            with_others("as the actor's", off="as the actor's", by_nature=True),
         ),
     },
 }
@@ -507,7 +507,7 @@ def _find_stage(command: SourceCommand) -> str:
         return "sft" if command.flag("is_instruction_dataset") else "pretrain"
     stage = command.text("stage")
     if stage not in _STAGES:
-        hint = "its PPO is that of TRL without a rollout engine" if stage == "trl_ppo" else f"{', '.join(_STAGES)} are"
+        hint = "its PPO is TRL's, without a rollout engine" if stage == "trl_ppo" else f"{', '.join(_STAGES)} are"
         raise ConfigError([f"--stage {stage}: not available here: {hint}"])
     return stage
 
@@ -557,7 +557,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
 
 
 def _describe_layers(run: Import, command: SourceCommand) -> str | None:
-    """Return the forms of the layers that the command describes, which are those of config.json here; None without any."""
+    """Return the forms of layers that the command describes, which config.json decides here; None without any."""
     forms = {name: command.get(name) for name in _FORMS.split() if command.has(name)}
     run.note_given(_FORMS, "config.json of the model has it", changes_nothing=False)
     special = {name: value for name, value in forms.items() if value not in _PLAIN and (name, value) not in _PLAIN}
@@ -573,7 +573,7 @@ def _read_routing(run: Import, command: SourceCommand) -> str | None:
 def _read_borders(run: Import, command: SourceCommand) -> str | None:
     """Return the borders of samples in a benchmark, which only attention inside samples reads."""
     length = int(command.number("fix_sub_seq_length", -1))
-    run.note_given("fix_sub_seq_length", "samples end where those of the data end", changes_nothing=False)
+    run.note_given("fix_sub_seq_length", "samples end where the data's samples end", changes_nothing=False)
     return f"every {length} tokens" if length > 0 and command.flag("reset_attention_mask") else None
 
 
@@ -611,7 +611,7 @@ class _RayBatch:
         self.epochs = command.count("ppo_epochs", 1)
         samples = self.prompts * self.group
         if samples % self.step:
-            raise ConfigError([f"{samples} completions of a rollout are no whole optimizer steps of {self.step}"])
+            raise ConfigError([f"{samples} completions of a rollout are not whole optimizer steps of {self.step}"])
         self.steps = samples // self.step * self.epochs
 
 

@@ -348,7 +348,7 @@ def _rollout(command: SourceCommand) -> tuple[int, int, int, int]:
     prompts, group = command.count("rollout.batch_size", 1024), command.count("rollout.n_samples_per_prompt", 1)
     step = command.count("train.batch_size", 128)
     if prompts * group % step:
-        raise ConfigError([f"{prompts * group} completions of a rollout are no whole optimizer steps of {step}"])
+        raise ConfigError([f"{prompts * group} completions of a rollout are not whole optimizer steps of {step}"])
     return prompts, group, step, prompts * group // step * command.count("train.max_epochs", 1)
 
 
@@ -452,7 +452,7 @@ def _read_adapters(command: SourceCommand, rank: int) -> Adapters:
 
 
 def _describe_dataset(run: Import, command: SourceCommand, shared: Recipe) -> Recipe:
-    """Return the run of a trainer that learns from a dataset alone."""
+    """Return the run of a trainer that learns only from a dataset."""
     program, step = command.program, shared.step_samples
     epochs, length = command.count("train.max_epochs", _PASSES[program]), command.count("data.max_len", _LENGTH[program])
     handler = "AlpacaStyleInstructionHandler" if program == "sft" else "AlpacaStylePairwiseHandler"
@@ -641,7 +641,7 @@ def _read_correction(command: SourceCommand) -> Correction | None:
 
 
 def _read_scale(run: Import, command: SourceCommand, rewards: Rewards) -> str | None:
-    """Return what the scores of a reward model are divided by, and what becomes of those of truncated responses."""
+    """Return what the scores of a reward model are divided by, and what becomes of the scores of truncated responses."""
     run.note_given("reward.normalize_enable", "no reward model scores" if not rewards.model else "off", changes_nothing=False)
     scaled = command.flag("reward.normalize_enable") and bool(rewards.model)
     parts = ["mean and deviation that are saved with the reward model"] if scaled else []
@@ -667,7 +667,7 @@ def _read_rewards(run: Import, command: SourceCommand, response: int) -> Rewards
     if command.get("reward.overlong_buffer_len") is not None:
         length, factor = command.count("reward.overlong_buffer_len", 1), command.number("reward.overlong_penalty_factor", 1.0)
         overlong = Overlong(length, factor, response)
-    # rewards of a function take the place of those of a model
+    # rewards of a function take the place of a model's
     return Rewards(functions=functions, model=None if functions else model or None, overlong=overlong)
 
 

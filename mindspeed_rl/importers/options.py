@@ -70,7 +70,7 @@ class Option:
 
 
 def to(*keys: str, formula: str = "", values: Mapping[object, object] | None = None, default: object = UNSET) -> Option:
-    """Return an option whose value, or its entry in `values`, is that of the keys."""
+    """Return an option whose value, or its entry in `values`, the keys take."""
     return Option("mapped", keys, formula, values=values or {}, default=default)
 
 
@@ -118,7 +118,7 @@ class SourceCommand:
         environment: variables in front of the command or exported by its script.
         devices: devices of the whole run, over all nodes.
         table: the record of each option of the program.
-        trailing: words after the program that are no options, such as the name of a file.
+        trailing: words after the program that are not options, such as the name of a file.
         loop: the run of a loop that the command is of; empty outside of loops.
     """
 
@@ -131,7 +131,7 @@ class SourceCommand:
     loop: str = ""
 
     def get(self, name: str, default: object = None) -> object:
-        """Return the value of an option; that of its record, then `default`, where the command does not have it."""
+        """Return the value of an option; its record's value, then `default`, where the command does not have it."""
         if name in self.options:
             return self.options[name]
         declared = self.table[name].default if name in self.table else UNSET
@@ -167,7 +167,7 @@ class SourceCommand:
         """Return an option that counts something; the default where it is null.
 
         Raises:
-            ConfigError: it is no whole number, or below 1.
+            ConfigError: it is not a whole number, or below 1.
         """
         value = self.number(name, default)
         if value < 1 or value != int(value):
@@ -199,7 +199,7 @@ class SourceProject:
         title: its name in texts.
         version: the release that the tables were written for.
         tables: program -> option -> record.
-        read: picks and parses the command among those of a script; gets the number of devices of the user, or None.
+        read: picks and parses the command of a script; gets the number of devices of the user, or None.
         describe: the run by the project's own formulas and defaults, after the table has been applied to each option; None for
             a program that does not train. It notes and refuses options that no part of a run has.
         finish: sets what depends on other keys, after the run has been written.

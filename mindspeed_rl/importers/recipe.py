@@ -86,7 +86,7 @@ class Prediction:
     Attributes:
         count: layers.
         factor: weight of their loss.
-        detaches: their loss trains them alone.
+        detaches: their loss trains only them.
     """
 
     count: int
@@ -188,7 +188,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Devices that have one copy of the model; those of experts are among them."""
+        """Devices that have one copy of the model; devices of experts are among them."""
         return self.tensor * self.pipeline * self.context
 
 

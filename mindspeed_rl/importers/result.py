@@ -12,7 +12,7 @@ from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.importers.source_plan import SourcePlan, render_plans
 from mindspeed_rl.run.rules.violation import format_value
 
-#: keys of megatron_training that belong to the actor alone: a critic has its own
+#: keys of megatron_training that belong only to the actor: a critic has its own
 _ACTOR_KEYS = ("load", "save", "finetune", "lr")
 #: rows over which a length in epochs is compared where their number is not known; most batch sizes divide it, so that what a
 #: project does with an incomplete last batch does not matter
@@ -55,7 +55,7 @@ class Import:
         project: the project of the command, such as "ms-swift".
         settings: choices of the user.
         prefix: of an option as it is written.
-        options: those of the command.
+        options: the command's options.
         tree: the run file, groups and keys.
         translated: option as it was written -> its keys here.
         same: option -> the reason why nothing has to be set for it.
@@ -96,7 +96,7 @@ class Import:
         return value
 
     def translate(self, option: str, values: Mapping[str, object], note: str = "") -> None:
-        """Set the dotted keys that an option becomes; without any, the note alone says what becomes of it."""
+        """Set the dotted keys that an option becomes; without any, only the note says what becomes of it."""
         for path, value in values.items():
             self.set(path, value)
         self._sources[option] = dict(values), note
@@ -121,11 +121,11 @@ class Import:
         return any(name in self.options for name in names.split())
 
     def list_given(self, names: str) -> list[str]:
-        """Return those of the options that the command has, as they are written."""
+        """Return the options that the command has, as they are written."""
         return [self.prefix + name for name in names.split() if name in self.options]
 
     def note_given(self, names: str, reason: str, *, changes_nothing: bool = True) -> None:
-        """Note why no key is set for those of the options that the command has and that have no note yet."""
+        """Note why no key is set for the options that the command has and that have no note yet."""
         for option in self.list_given(names):
             if reason and not self.is_noted(option):
                 self.note(option, reason, changes_nothing=changes_nothing)

@@ -152,13 +152,13 @@ _TABLE: dict[str, Option] = {
     f"{_T}router_replay.mode": refused("replayed routing", unless=("disable",)),
     **_list("do_sample include_stop_str_in_output length_penalty logprobs max_length max_new_tokens num_beams "
             "num_return_sequences repetition_penalty stop_strings temperature top_k top_p",
-            no_effect("that of actor_infer is read"), f"{_T}generating_args."),
+            no_effect("actor_infer's value is read"), f"{_T}generating_args."),
     **_list("algorithm max_packed_sequence_length_forward max_packed_sequence_length_train min_num_micro_batches_forward "
             "min_num_micro_batches_train", _MEMORY, f"{_T}sequence_packing_args."),
     **_list("max_steps output_dir save_hf_model seed data_seed dataloader_num_workers tf32 bf16 fp16",
-            no_effect("that of the pipeline is read"), f"{_T}training_args."),
+            no_effect("the pipeline's value is read"), f"{_T}training_args."),
     **_list("adapter_name_or_path", refused("adapters of ROLL"), f"{_T}model_args."),
-    f"{_T}model_args.model_config_kwargs": refused("other numbers of the model than those of config.json"),
+    f"{_T}model_args.model_config_kwargs": refused("other numbers of the model than in config.json"),
     **_list("autocast_adapter_dtype num_labels", no_effect("read with adapters, or by a critic"), f"{_T}model_args."),
     f"{_T}data_args.eval_file_name": no_effect("held-out prompts change no update: write their file in eval_data_path"),
     **_list("image_folder image_max_pixels image_min_pixels video_folder audio_folder",
@@ -232,7 +232,7 @@ _OPEN: tuple[tuple[str, Option], ...] = (
     (r"(tracker_kwargs|checkpoint_config|system_envs|hydra|rollout_mock)(\..+)?", _LOGS),
     (rf"{re.escape(_STRATEGY)}wrap_policy\..+", _MEMORY),
     (r"actor_train\.data_args\.domain_interleave_probs\..+", with_others("data_path")),
-    (r"actor_train\.model_args\.model_config_kwargs\..+", refused("other numbers of the model than those of config.json")),
+    (r"actor_train\.model_args\.model_config_kwargs\..+", refused("other numbers of the model than in config.json")),
     (r"(train_infer_correction|dataset_filter|teacher|student_train|student_infer)(\..+)?", refused("a feature of ROLL")),
     (r"actor_infer\..+", _MEMORY),
 )
@@ -377,12 +377,12 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         raise ConfigError([f"{_T}device_mapping has no device"])
     if command.devices % layout.devices:
         raise ConfigError(
-            [f"{command.devices} devices of actor_train are no multiple of the {layout.devices} of its layout"]
+            [f"{command.devices} devices of actor_train are not a multiple of the {layout.devices} of its layout"]
         )
     replicas = command.devices // layout.devices
     step = micro * command.count(f"{arguments}gradient_accumulation_steps", 1) * replicas
     if prompts * group % step:
-        raise ConfigError([f"{prompts * group} responses of a rollout are no whole optimizer steps of {step}"])
+        raise ConfigError([f"{prompts * group} responses of a rollout are not whole optimizer steps of {step}"])
     steps, iterations = prompts * group // step * epochs, command.count("max_steps", 500)
     rate, schedule = _read_rate(command, iterations * steps)
     rates = schedule.over(iterations * steps, steps)
@@ -472,7 +472,7 @@ def _read_lengths(command: SourceCommand) -> tuple[int, int]:
 
 
 def _read_placement(command: SourceCommand) -> Placement:
-    """Return the devices; those of the rollout are the actor's or others."""
+    """Return the devices; the rollout has the actor's or others."""
     actor = _read_devices(command.get(f"{_T}device_mapping"), f"{_T}device_mapping")
     rollout = _read_devices(command.get(f"{_I}device_mapping"), f"{_I}device_mapping")
     if rollout == actor:
@@ -638,7 +638,7 @@ def _describe_generation(run: Import, command: SourceCommand, recipe: Recipe) ->
 
 
 def _read_data(run: Import, command: SourceCommand) -> str:
-    """Return the prompts; those of several domains are one file of the user, as ROLL draws from each by its share."""
+    """Return the prompts; several domains are one file of the user, as ROLL samples each by its share."""
     prefix = f"{_T}data_args."
     files, given = command.list_texts(f"{prefix}file_name"), command.environment.get(_PROMPTS)
     shares = [name for name in command.options if name.startswith(f"{prefix}domain_interleave_probs.")]

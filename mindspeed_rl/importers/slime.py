@@ -61,7 +61,7 @@ _FILTERS = (
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback",
 )
-#: arrays that a script may leave unset, and that of the shapes, which config.json of the model has too
+#: arrays that a script may leave unset, and the array of the shapes, which the model's config.json has too
 _OUTER_ARRAYS = frozenset(("MODEL_ARGS", "EVAL_ARGS", "WANDB_ARGS", "SGLANG_ARGS", "MISC_ARGS", "DISTRIBUTED_ARGS"))
 _SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 #: longest prompt where slime has no limit
@@ -190,7 +190,7 @@ _TABLE: dict[str, Option] = {
     "num_epoch": part("train_epochs", off="--num-rollout is read instead"),
     "train_iters": with_others("of --num-rollout", off="slime computes it from --num-rollout"),
     "rollout_temperature": to(f"{SAMPLING}.temperature", default=1.0),
-    "rollout_top_p": by(_top_p, "1.0 alone"),
+    "rollout_top_p": by(_top_p, "only 1.0"),
     "rollout_top_k": to(f"{SAMPLING}.top_k", default=-1),
     "rollout_max_response_len": to(f"{SAMPLING}.max_tokens"),
     "rollout_max_context_len": to(f"{ENGINE}.max_model_len"),
@@ -259,7 +259,7 @@ _TABLE: dict[str, Option] = {
     **dict.fromkeys(
         "custom_rollout_log_function_path custom_eval_rollout_log_function_path custom_update_weight_post_write_path "
         "eval_function_path".split(),
-        no_effect("metrics, evaluation and weight sync are those of this suite"),
+        no_effect("metrics, evaluation and weight sync are this suite's"),
     ),
     # rewards
     "rm_type": part("reward_funcs"),
@@ -277,7 +277,7 @@ _TABLE: dict[str, Option] = {
     "metadata_key": no_effect(
         "columns of the data that rewards read are named in dataset_additional_keys; a rm_type of a row in it is not read"
     ),
-    "tool_key": no_effect("tools are those of rl_config.tool_config_path"),
+    "tool_key": no_effect("tools come from rl_config.tool_config_path"),
     "loss_mask_type": no_effect("the answers of a chat train"),
     "rollout_task_type": no_effect("only a server of trajectories reads it"),
     # weights and checkpoints
@@ -285,7 +285,7 @@ _TABLE: dict[str, Option] = {
         ("hf_checkpoint", "ref_load"),
         part("load tokenizer_name_or_path finetune"),
     ),
-    "tokenizer_model": with_others("the tokenizer", off="the tokenizer is that of --hf-checkpoint"),
+    "tokenizer_model": with_others("the tokenizer", off="the tokenizer comes from --hf-checkpoint"),
     "ref_ckpt_step": to(f"{ACTOR}.load_iteration"),
     "load": with_others(
         "the folder of a resumed run",
@@ -410,7 +410,7 @@ class _Batch:
             default = samples // command.count("num_steps_per_rollout", 1)
         self.step = command.count("global_batch_size", default)
         if samples % self.step:
-            raise ConfigError([f"{samples} completions of a rollout are no whole optimizer steps of {self.step}"])
+            raise ConfigError([f"{samples} completions of a rollout are not whole optimizer steps of {self.step}"])
         self.steps = samples // self.step
 
     def rollouts(self, command: SourceCommand, rows: int) -> int:
@@ -656,7 +656,7 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
     )
 
 
-#: option of the evaluation -> that of the rollout, which it has without one
+#: option of the evaluation -> option of the rollout, whose value it has by default
 _EVALUATION = {
     "eval_top_p": "rollout_top_p",
     "eval_top_k": "rollout_top_k",
@@ -665,7 +665,7 @@ _EVALUATION = {
 
 
 def _read_evaluation(run: Import, command: SourceCommand) -> dict[str, object]:
-    """Return the sampling of an evaluation: its temperature and number of samples, and else that of the rollout."""
+    """Return the sampling of an evaluation: its temperature and number of samples, else the rollout's."""
     if not command.has("eval_prompt_data"):
         return {}
     count = int(command.number("n_samples_per_eval_prompt", 1))
@@ -718,7 +718,7 @@ def _read_kl(command: SourceCommand, estimator: str) -> tuple[float, str, str]:
     coefficient = command.number("kl_loss_coef", 0.0) if in_loss else 0.0
     if coefficient:
         return coefficient, kind, "loss"
-    # estimators of groups read its shape alone
+    # estimators of groups read only its shape
     coefficient = command.number("kl_coef", 0.0) if estimator != "group_norm" else 0.0
     # the baseline of the group is of rewards without the KL, which each token loses afterwards
     return coefficient, kind, "reward after the baseline" if estimator == "reinforce_plus_plus_baseline" else "reward"

@@ -14,7 +14,7 @@ import yaml
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.shell import Command, list_unknown, request_variables
 
-#: folders above that of a script which its relative paths may start from, such as the root of its checkout
+#: folders above a script's which its relative paths may start from, such as the root of its checkout
 _MAX_PARENTS = 6
 #: larger files of JSON, which are read as a whole, are not
 _MAX_BYTES = 2**26
@@ -69,7 +69,7 @@ def add_runtime_environment(command: Command) -> Command:
             try:
                 content = json.loads(value)
             except ValueError as error:
-                raise ConfigError([f"--runtime-env-json of line {command.line} is no JSON: {error}"]) from None
+                raise ConfigError([f"--runtime-env-json of line {command.line} is not JSON: {error}"]) from None
         elif name == "--runtime-env":
             if value.endswith(_RELEASED_ENVIRONMENT) and find_file(command, value) is None:
                 continue

@@ -25,7 +25,7 @@ class SourcePlan:
     """The plan of a run; None where the kind of training has no such number.
 
     The side of the other project comes from its own formulas and defaults, ours from the resolved run file. Names of losses,
-    estimators and aggregations are those of the catalogue.
+    estimators and aggregations have the catalogue's names.
 
     Attributes:
         stage: as in megatron_training.stage.
@@ -48,7 +48,7 @@ class SourcePlan:
         gamma, lam: discounts; None for an estimator without them.
         value_clip: range of the critic's clipping; None without a critic.
         critic_lr: learning rate of the critic; None without one.
-        divergence: from teachers, where it alone is the loss; numbers of a policy loss train nothing then.
+        divergence: from teachers, where only it is the loss; numbers of a policy loss train nothing then.
         old_policy: what the ratio's denominator is of, where samples are rolled out: "actor", the weights before the update,
             "rollout engine", its own log-probs, or "synced actor", the weights that the engine has last got.
         importance_sampling: correction of the rollout's log-probs and its threshold, as "token_truncate 2"; None without.
@@ -65,11 +65,11 @@ class SourcePlan:
         documents: how samples are made of the documents of pretraining, if not of the joined text.
         row_order: order of the rows where it is none of chance.
         expert_capacity: tokens of an expert beyond which further ones are dropped.
-        answer_term: average of the supervised term of a preference loss where it is not that of single pairs.
-        trained_tokens: tokens of supervised rows that train if they are not those of the answers.
-        kl_average: average of the KL in the loss where it is not that of the policy loss.
+        answer_term: average of the supervised term of a preference loss where it is not over single pairs.
+        trained_tokens: tokens of supervised rows that train if they are not the answers' tokens.
+        kl_average: average of the KL in the loss where it is not the policy loss's.
         sampled_steps: the steps whose responses are sampled where others train on the answers of the data.
-        adapter_start: weights of fresh adapters where they are no random A next to a B of zeros.
+        adapter_start: weights of fresh adapters where they are not random A next to a B of zeros.
         adapter_form: what adapters are where they are not the products of LoRA, one for each layer.
         tower: what of a model of images trains next to adapters where it is not adapters of the tower.
         optimizer_state: what the moments of the optimizer are of where it is not the gradients themselves.
@@ -164,17 +164,17 @@ class SourcePlan:
 RECORDED_POLICY = "rollout engine"
 #: what a run here always has -> its value, where another project says something else
 _ALWAYS_HERE = {
-    "layers": "those of config.json",
+    "layers": "as in config.json",
     "routing": "by the router",
-    "sample_borders": "those of the data",
+    "sample_borders": "as in the data",
     "prediction_states": "behind the last norm",
     "packed_rows": "a fixed number",
     "documents": "joined, and the text is cut",
     "row_order": "by chance",
     "expert_capacity": "none, no token is dropped",
     "answer_term": "mean of the tokens of a pair",
-    "trained_tokens": "those of the answers",
-    "kl_average": "that of the policy loss",
+    "trained_tokens": "the answers'",
+    "kl_average": "the policy loss's",
     "sampled_steps": "all",
     "adapter_start": "A by chance, B of zeros",
     "adapter_form": "LoRA",
@@ -188,7 +188,7 @@ _ALWAYS_HERE = {
 #: numbers that only some projects have
 _NAMED_BY_SOME = frozenset(("engine", "divergence"))
 
-#: numbers of a policy loss, which do not matter where the divergence from teachers alone trains
+#: numbers of a policy loss, which do not matter where only the divergence from teachers trains
 _OF_POLICY = tuple("loss level clip_low clip_high clip_c delta advantage advantage_scale old_policy gamma lam".split())
 
 #: names of PLAN fields, which `--accept` takes
@@ -271,7 +271,7 @@ def plan_run(run: Run, rows: int) -> SourcePlan:
         iters = math.ceil(actor.train_epochs * rows / plan.num_prompts)
     total = (iters or 0) * steps
     data = actor.data_path if isinstance(actor.data_path, list) else [actor.data_path]
-    # the lengths and the loss are those of a supervised stage, which a stage with rollouts replaces
+    # a supervised stage's lengths and loss, which a stage with rollouts replaces
     losses = {"dpo": actor.dpo_loss_type, "simpo": f"simpo_{actor.simpo_loss_type}", "kto": actor.kto_loss_type}
     losses |= {"orm": "ranking", "cpo": "cpo", "orpo": "orpo"}
     betas = {"dpo": actor.dpo_beta, "simpo": actor.simpo_beta, "kto": actor.kto_beta}
@@ -382,7 +382,7 @@ def find_differences(
 ) -> dict[str, tuple[object, object]]:
     """Return the numbers that differ, with the value there and here.
 
-    A warm-up that was rounded to a neighbouring rollout is no difference, nor are learning rates that differ by that one.
+    A warm-up that was rounded to a neighbouring rollout makes no difference, nor do learning rates that differ by it.
 
     Args:
         reasons: numbers that are chosen here, and change no update -> reason; they are left out.

@@ -215,7 +215,7 @@ def _read_order(run: Import, command: SourceCommand) -> str | None:
     if command.flag("streaming"):
         if command.number("max_steps", -1) < 1 and command.number("train_iters", -1) < 1:
             raise ConfigError(["--streaming needs a length in steps: --max_steps or --train_iters"])
-        run.note_given("streaming", "the order of rows is that of the seed, there that of a buffer")
+        run.note_given("streaming", "rows are ordered by the seed, there by a buffer")
     run.note_given("streaming", "off")
     order = command.text("train_sampling_strategy", "random")
     if order not in ("random", "group_by_length"):
@@ -261,7 +261,7 @@ def _read_agent_template(run: Import, command: SourceCommand) -> None:
     if name == "hermes" and is_of_hermes(command.text("model")):
         run.note_given("agent_template", "the tokenizer's chat template writes tools so", changes_nothing=False)
     elif name:
-        run.refuse("--agent_template", f"{name}: another form of tools than that of the tokenizer's chat template")
+        run.refuse("--agent_template", f"{name}: another form of tools than in the tokenizer's chat template")
 
 
 def _read_capacity(run: Import, command: SourceCommand) -> str | None:
@@ -358,7 +358,7 @@ def _start_from_adapters(run: Import, command: SourceCommand, adapters: list[str
         elif folders and read_tuner(command) == "full":
             run.refuse(option, "adapters next to --tuner_type full, which trains all weights")
     if references and not adapters:
-        run.refuse("--ref_adapters", "adapters of the reference alone; write ref_config.load and ref_config.base_model")
+        run.refuse("--ref_adapters", "adapters only of the reference; write ref_config.load and ref_config.base_model")
     if adapters and not {"--adapters", "--ref_adapters"} & run.refused.keys():
         start_from_adapter(run, "--adapters", adapters[0], references[0] if references else None)
         if references:

@@ -64,7 +64,7 @@ TABLES = {
 
 
 def choose_command(commands: list[Command], devices: int | None) -> SourceCommand:
-    """Return the training command among those of a script, else the one that serves or generates."""
+    """Return the training command of a script, else the one that serves or generates."""
     pairs = [(command, item) for command in commands if (item := _read_command(command)) is not None]
     others = [item for _, item in pairs if item.program in OTHER_PROGRAMS]
     found = [pair for pair in pairs if pair[1].program not in OTHER_PROGRAMS]
@@ -84,9 +84,9 @@ def choose_command(commands: list[Command], devices: int | None) -> SourceComman
         options = _read_cached_data(options, others)
         environment |= {OTHERS: " ".join(dict.fromkeys(item.program for item in others))}
     if servers:
-        # environment and turns of a server are those of its run
+        # environment and turns of a server belong to its run
         options = {name: value for name, value in servers[0].items() if name in _OF_TURNS} | options
-        # the servers of the script are those of the run
+        # the servers of the script belong to the run
         environment |= {"SWIFT_SERVERS": str(len(servers))}
         environment |= {"SWIFT_SERVER_TP": str(servers[0].get("vllm_tensor_parallel_size", 1))}
         environment |= {"SWIFT_SERVER_DP": str(servers[0].get("vllm_data_parallel_size", 1))}

@@ -44,7 +44,7 @@ def _keep(run: Import, option: str, value: object) -> None:
 
 def _system(run: Import, option: str, value: object) -> None:
     text = " ".join(str(item) for item in value) if isinstance(value, list) else str(value)
-    # a text of several lines, or a long one, is no path
+    # a text of several lines, or a long one, is not a path
     is_path = len(text) < 256 and "\n" not in text
     path = find_file(Command((), {}, 0, folder=run.settings.folder), text) if is_path else None
     if path is not None:
@@ -83,7 +83,7 @@ def _mapping(run: Import, option: str, value: object) -> dict[str, object]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        run.refuse(option, f"{value!r} is no JSON object")
+        run.refuse(option, f"{value!r} is not a JSON object")
         return {}
     return content
 
@@ -139,7 +139,7 @@ _EVALS = no_effect("a run evaluates on megatron_training.eval_data_path, every e
 _PROCESSES = no_effect("platform, processes and their groups follow from the run file")
 _TEACHER = "enabled teacher_models loss_mode use_policy_gradient teacher_temperature use_task_rewards"
 _WRITTEN = "the last checkpoint is always written"
-_COLOCATED = "the engines share the devices of the trainer, or the servers are those of another option"
+_COLOCATED = "the engines share the devices of the trainer, or another option names the servers"
 
 #: what a run file says in one key, or in a few that follow from one value
 _KEYS: dict[str, Option] = {
@@ -365,7 +365,7 @@ _REFUSED: dict[str, Option] = {
         "teacher_model teacher_model_server",
         part(" ".join(f"distillation.{name}" for name in _TEACHER.split())),
     ),
-    "teacher_kl_coef": part("distillation.distillation_loss_coef", off="the teacher alone trains", by_nature=True),
+    "teacher_kl_coef": part("distillation.distillation_loss_coef", off="only the teacher trains", by_nature=True),
     "teacher_adapters": refused("a teacher with adapters; merge them first"),
     "teacher_deepspeed": no_effect("the teacher has the actor's layout; teacher_config gives it another"),
     "advantage_reweight": refused("RLSD: advantages that a teacher weighs"),
@@ -429,7 +429,7 @@ _REFUSED: dict[str, Option] = {
     "model_kwargs": refused("arguments of from_pretrained"),
     **_each("model_revision ref_model_revision", refused("a revision of the hub", unless=("main", "master"))),
     "muon_coefficient_type": same("Newton-Schulz by the quintic coefficients", "quintic"),
-    "muon_scalar_optimizer": same("AdamW for what is no matrix", "adam"),
+    "muon_scalar_optimizer": same("AdamW for what is not a matrix", "adam"),
     **_each("muon_lr muon_min_lr", refused("a rate of matrices other than lr; muon_extra_scale_factor scales it")),
     "optim_args": refused("further arguments of the optimizer"),
     **_each("start_weight_decay end_weight_decay", refused("a weight decay that changes")),
@@ -437,7 +437,7 @@ _REFUSED: dict[str, Option] = {
     "apply_wd_to_qk_layernorm": refused("weight decay of layer norms"),
     **_each("mtp_num_layers mtp_loss_scaling_factor", part(PREDICTION)),
     "mtp_shared_weights": refused("one prediction layer that predicts several tokens"),
-    "mtp_decoder_input_detach": refused("prediction layers whose loss leaves the embedding alone, and no other weight"),
+    "mtp_decoder_input_detach": refused("prediction layers whose loss leaves out the embedding, and no other weight"),
     "dsa_indexer_loss_coeff": refused("indexers trained on all tokens; megatron_training has the key for the chosen ones"),
     **_each("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", with_others("the plan's expert_capacity")),
     **_each(
@@ -598,6 +598,6 @@ def _drop_defaults(*groups: str) -> dict[str, Option]:
     }
 
 
-#: for programs that learn from data alone, and for those that train nothing
+#: for programs that learn only from data, and for those that train nothing
 SUPERVISED_OPTIONS = _drop_defaults(RL, ENGINE)
 SERVING_OPTIONS = _drop_defaults(RL, ENGINE, ACTOR)

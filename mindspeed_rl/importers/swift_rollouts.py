@@ -45,7 +45,7 @@ _LOSSES = {
     "fipo": ("fipo", "fipo", "token"),
     "real": ("real", "real", "sequence"),
 }
-#: options that another stage alone reads
+#: options that only another stage reads
 _OF_GRPO = tuple("beta kl_in_reward epsilon epsilon_high loss_type advantage_estimator scale_rewards ref_model".split())
 _OF_PPO = ("cliprange", "kl_coef")
 _OF_GRPO_ALONE = tuple(name for name in _OF_GRPO if name != "beta")
@@ -105,7 +105,7 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
             *shared.defaults,
             *list_prompt_defaults(command),
             (f"{RL}.use_remove_padding", True, "sequences are packed without padding"),
-            (f"{ENGINE}.dtype", dtype, "that of the training"),
+            (f"{ENGINE}.dtype", dtype, "as the training"),
         ),
     )
 
@@ -236,7 +236,7 @@ def _read_estimator(command: SourceCommand) -> tuple[str, str]:
     is_alone = command.has("teacher_model", "teacher_model_server") and not has_rewards
     if estimator == "grpo" and is_alone and command.count("num_generations", 8) == 1:
         scale = "none"  # rewards of 0, which no spread changes, and a group of one has none
-    # it was true or false before, and none is no value elsewhere
+    # it was true or false before, and none is not a value elsewhere
     return estimator, {True: "group", False: "none", None: "none"}.get(cast("bool | None", scale), str(scale))
 
 
@@ -338,7 +338,7 @@ def _read_engine(run: Import, command: SourceCommand) -> tuple[Placement, dict[s
 
 
 def _count_own_devices(command: SourceCommand) -> int | None:
-    """Return the devices that generate alone: those of a group under Ray, or of engines besides the training processes.
+    """Return the devices that only generate: of a group under Ray, or of engines besides the training processes.
 
     Releases before 3.5 have --num_infer_workers engines; as many as training processes share their devices.
     """
@@ -370,7 +370,7 @@ def _read_turns(run: Import, command: SourceCommand) -> None:
 
 
 def _read_environment(run: Import, command: SourceCommand) -> None:
-    """Set the environment of a plug-in file, whose rewards are those of the run."""
+    """Set the environment of a plug-in file, whose rewards the run has."""
     scheduler, name = command.text("multi_turn_scheduler"), command.text("gym_env")
     is_on = command.flag("use_gym_env", default=bool(name))
     if is_on and (scheduler != "gym_scheduler" or not name or not command.has("external_plugins")):

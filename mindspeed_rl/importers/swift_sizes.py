@@ -51,7 +51,7 @@ class Sizes:
         self.dp, rest = divmod(world, self.tp * self.pp * self.cp)
         if rest or not self.dp:
             raise ConfigError(
-                [f"{world} devices are no whole replicas of {self.tp} x {self.pp} x {self.cp}; --devices says them"]
+                [f"{world} devices are not whole replicas of {self.tp} x {self.pp} x {self.cp}; --devices says them"]
             )
         self.group, self.iterations, self.steps = 1, 1, 1
         self.packed = _count_packed_rows(command, self.kind)
@@ -63,7 +63,7 @@ class Sizes:
             self.micro = command.count("per_device_train_batch_size", 1)
             default = 1 if self.kind == "grpo" else max(1, math.ceil(16 / self.micro / world))
             accumulated = command.count("gradient_accumulation_steps", default)
-            # a rollout's forward passes count those of all processes, also where several share a sequence
+            # a rollout's forward passes count for all processes, also where several share a sequence
             per_pass, passes = self.micro * (world if self.kind in WITH_ROLLOUTS else self.dp), accumulated
             self.step = per_pass * accumulated
         if self.packed is not None:
@@ -86,7 +86,7 @@ class Sizes:
         else:
             passes = command.count("steps_per_generation", accumulated)
         if passes * per_pass % self.group:
-            raise ConfigError([f"{passes * per_pass} completions of a rollout are no whole groups of {self.group}"])
+            raise ConfigError([f"{passes * per_pass} completions of a rollout are not whole groups of {self.group}"])
         if passes % accumulated == 0:
             self.rollout, self.steps = passes * per_pass, passes // accumulated * self.iterations
         elif accumulated % passes == 0 and self.iterations == 1:
@@ -191,7 +191,7 @@ def read_rows(command: SourceCommand, settings: ImportSettings) -> tuple[int, bo
     """
     kind, packs = command.program.removeprefix(MEGATRON), command.flag("packing")
     counts = [name.rpartition("#")[2] for name in command.list_texts("dataset")]
-    # rows of the data are no rows of a step where they are joined
+    # rows of the data are not rows of a step where they are joined
     if counts and all(count.isdigit() for count in counts) and not (packs and kind in ("sft", "pt")):
         known = sum(int(count) for count in counts)
         return max(1, round(known * (1 - command.number("split_dataset_ratio", 0.0)))), True

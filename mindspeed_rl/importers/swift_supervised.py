@@ -141,7 +141,7 @@ def _read_preference(run: Import, command: SourceCommand, kind: str) -> tuple[st
     elif kind in ("cpo", "orpo") and command.number("label_smoothing", 0.0):
         run.refuse("--label_smoothing", record.refusal)
     elif kind == "kto" and command.flag("calculate_KL", default=form == "kto") != (form == "kto"):
-        run.refuse("--calculate_KL", f"another KL than that of --loss_type {form}")
+        run.refuse("--calculate_KL", f"another KL than the KL of --loss_type {form}")
     option, default = record.term
     term = default if kind == "orpo" else command.number(option, default) if option else 0.0
     if kind in ("dpo", "simpo") and (term or command.has(option)):
@@ -165,7 +165,7 @@ def _name_documents(command: SourceCommand, strategy: str) -> str:
 
 
 def _name_answer_term(command: SourceCommand, kind: str) -> str | None:
-    """Return the average of a supervised term next to a preference loss; None where it is that of one pair."""
+    """Return the average of a supervised term next to a preference loss; None where it is one pair's average."""
     option, default = _PREFERENCES[kind].term if kind in _PREFERENCES else ("", 0.0)
     has_term = kind == "orpo" or (option and command.number(option, default))
     return "mean of the tokens of a pass" if has_term and Sizes(command).micro > 1 else None

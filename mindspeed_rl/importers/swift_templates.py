@@ -10,11 +10,11 @@ from mindspeed_rl.importers.recipe import ACTOR
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.translators import take_template_words
 
-#: models that think or do not, whose answers without a thought get an empty one; the text is that of our template qwen3
+#: models that think or do not, whose answers without a thought get an empty one; the text comes from our template qwen3
 _QWEN_HYBRID = re.compile(r"(?i)(^|/)qwen3(\.\d)?-[\d.]+[bt](-a\d+b)?(-base)?(-fp8|-awq)?/?$")
 #: of these, one family keeps all thoughts
 _KEEPS_THOUGHTS = re.compile(r"(?i)(^|/)qwen3\.8-")
-#: other models that think or do not, whose text is that of their tokenizers alone
+#: other models that think or do not, whose text only their tokenizers have
 _OTHER_HYBRID = re.compile(r"(?i)(^|/)(glm-(4\.[5-9]|5)|deepseek-v(3\.[12]|4)|gemma-4)")
 #: base models whose tokenizer has another system prompt than ms-swift's template of their family
 _QWEN_BASE = re.compile(r"(?i)(^|/)qwen2\.5-(coder-)?[\d.]+b/?$")
@@ -59,7 +59,7 @@ def find_unknown_weights(command: SourceCommand, kind: str) -> str:
     is_last = kind in ("grpo", "gkd") and command.has("loss_scale") and strategy == "last_round"
     # math_tip_trick has one response, which goes on
     if is_last and turns not in ("", "math_tip_trick"):
-        return f"responses of several turns of which the last alone trains (--multi_turn_scheduler {turns})"
+        return f"responses of several turns of which only the last trains (--multi_turn_scheduler {turns})"
     # ms-swift adds the name itself for models that think or do not; see `note_template` for those whose text is not ours
     if names and not find_hybrid(command):
         return f"tokens of empty thoughts that do not train, of another model than Qwen3 and Qwen3.5 ({_EMPTY_THOUGHTS})"
@@ -79,7 +79,7 @@ def write_template(run: Import, command: SourceCommand, kind: str) -> str:
     run.note_given("add_non_thinking_prefix disable_ignore_empty_think", "options of preprocess", changes_nothing=False)
     keeps = read_loss_scale(command, kind)[0] != "last_round" or bool(_KEEPS_THOUGHTS.search(command.text("model")))
     keeps = command.flag("preserve_thinking", default=keeps)
-    run.take(f"{ACTOR}.enable_thinking", "generation alone reads it there")
+    run.take(f"{ACTOR}.enable_thinking", "only generation reads it there")
     run.take(f"{ACTOR}.chat_template_kwargs", "--drop-thinking of preprocess")
     trains = " --enable-thinking true" if command.flag("disable_ignore_empty_think") else ""
     if not command.flag("add_non_thinking_prefix", default=True):

@@ -27,7 +27,7 @@ _TEMPLATES = {
 
 
 def name_formats(run: Import, command: SourceCommand, *, adapts: bool) -> str | None:
-    """Return the formats of weights, products and optimizer state where they are not those of bf16 training; None otherwise."""
+    """Return the formats of weights, products and optimizer state where they differ from bf16 training; None otherwise."""
     parts = []
     for name in ("fp8", "fp4"):
         if command.get(f"{name}_format"):
@@ -66,7 +66,7 @@ def name_adapter_form(run: Import, command: SourceCommand, *, adapts: bool) -> s
 
 
 def name_tower(run: Import, command: SourceCommand) -> str | None:
-    """Return what trains of a tower next to adapters of the language model alone; None for other tuners."""
+    """Return what trains of a tower next to adapters of only the language model; None for other tuners."""
     if command.text("tuner_type") != "lora_llm":
         return None
     run.note_given("tuner_type", "see tower of the plan", changes_nothing=False)

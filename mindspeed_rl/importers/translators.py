@@ -82,7 +82,7 @@ def count_accelerated(command: Command, launch: Mapping[str, object], known: Map
     Raises:
         ConfigError: the file is not here, or does not say the number.
     """
-    # further words are those of the program that it starts
+    # further words belong to the program that it starts
     first = {name: value[0] if isinstance(value, list) else value for name, value in launch.items()}
     if "num_processes" in first:
         return read_count("num_processes", first["num_processes"])
@@ -132,7 +132,7 @@ def find_module(run: Import, command: SourceCommand, name: str) -> str:
     """Return the module of a Python file: by its path from the working directory, or by its name, with a note, elsewhere."""
     path = str(command.get(name)).removeprefix(f"{command.environment.get('PWD', '.')}/").removeprefix("./")
     if not path.endswith(".py"):
-        run.refuse(f"{run.prefix}{name}", f"{path}, which is no Python file; docs/rewards.md has functions that ask a server")
+        run.refuse(f"{run.prefix}{name}", f"{path}, which is not a Python file; docs/rewards.md has rewards that ask a server")
     if path.startswith(("/", "~", "..")):
         folder = str(Path(path).parent)
         run.translate(f"{run.prefix}{name}", {}, f"a module of {folder}: start the run with PYTHONPATH={folder}")
@@ -142,7 +142,7 @@ def find_module(run: Import, command: SourceCommand, name: str) -> str:
 
 def name_prompts(name: str) -> str:
     """Return data_path for prompts: a file or folder, or hf://NAME for a dataset of the hub."""
-    # names of the hub may have a dot too, as NuminaMath-1.5, but after it no extension of letters alone
+    # names of the hub may have a dot too, as NuminaMath-1.5, but after it no extension of only letters
     is_file = name.startswith(("/", ".", "~")) or Path(name).expanduser().exists() or Path(name).suffix[1:].isalpha()
     return f"hf://{name}" if name.count("/") == 1 and not is_file else name
 
@@ -192,7 +192,7 @@ def read_mapping(option: str, value: object) -> dict[str, object]:
 
 
 def set_model(run: Import, option: str, value: object) -> None:
-    """Set model and tokenizer, whose weights alone are read."""
+    """Set model and tokenizer, of which only the weights are read."""
     path = str(value)
     note = "" if Path(path).expanduser().exists() else f"a folder: hf download {path} --local-dir {path}"
     values = {f"{ACTOR}.load": path, f"{ACTOR}.tokenizer_name_or_path": path, f"{ACTOR}.finetune": True}
@@ -200,7 +200,7 @@ def set_model(run: Import, option: str, value: object) -> None:
 
 
 def set_output(run: Import, option: str, value: object) -> None:
-    """Set the folder of a run, and that of its checkpoints."""
+    """Set the folder of a run, and the folder of its checkpoints."""
     run.translate(option, {"run_dir": str(value), f"{ACTOR}.save": str(Path(str(value), "checkpoints"))})
 
 
@@ -244,7 +244,7 @@ def set_rollout_format(run: Import, option: str, value: object) -> None:
     elif value in (None, "", "null", "None"):
         run.note(option, "the engine has the format of dtype")
     else:
-        cache = ", and for keys and values alone kv_cache_dtype: fp8_e4m3" if "fp8" in str(value) else ""
+        cache = ", and for only keys and values kv_cache_dtype: fp8_e4m3" if "fp8" in str(value) else ""
         run.refuse(option, f"a rollout engine in {value}; int8 is available, quantized at each weight sync{cache}")
 
 

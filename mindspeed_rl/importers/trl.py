@@ -99,7 +99,7 @@ _FUNCTIONS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
-    """Return the training command among those of a script: a call of `trl`, of one of its scripts, or a configuration file."""
+    """Return the training command of a script: a call of `trl`, of one of its scripts, or a configuration file."""
     for command in commands:
         words = list(command.words)
         place, program = _find_program(words)
@@ -150,7 +150,7 @@ def _find_program(words: list[str]) -> tuple[int, str | None]:
 _COLUMNS = "reward_columns"
 #: of a program whose arguments are in its code
 _OWN_PROGRAM = "program"
-#: TRL's example scripts whose code is their arguments alone -> trainer
+#: TRL's example scripts whose code is only their arguments -> trainer
 _EXAMPLES = {"sft": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "kto": "kto", "reward_modeling": "reward"}
 
 
@@ -378,7 +378,7 @@ _SHARED: dict[str, Option] = {
     "per_gpu_train_batch_size": refused("the name of old releases; write per_device_train_batch_size"),
 }
 
-#: arguments of transformers' Trainer alone, which other projects have too
+#: arguments of only transformers' Trainer, which other projects have too
 TRAINING_ARGUMENTS: dict[str, Option] = {
     name: record
     for name, record in _SHARED.items()
@@ -425,7 +425,7 @@ _ROLLOUT: dict[str, Option] = {
         "vllm_mode vllm_server_host vllm_server_port".split(),
         part(
             "vllm_server_host vllm_server_port",
-            off="the engines share the devices of the trainer, or the server is that of another option",
+            off="the engines share the devices of the trainer, or another option names the server",
         ),
     ),
     "use_vllm": same("generate_config.engine is vllm, where that serves the model"),
@@ -478,7 +478,7 @@ _RLOO: dict[str, Option] = {
     "reward_clip_range": refused("rewards that are clipped"),
 }
 
-#: options of the trainers that learn from a dataset alone
+#: options of the trainers that learn only from a dataset
 _SUPERVISED: dict[str, Option] = {
     "max_length": to(f"{ACTOR}.seq_length", default=1024),
     "logging_steps": to(f"{ACTOR}.log_interval", default=10),
@@ -600,7 +600,7 @@ class _Sizes:
         else:
             self.passes = command.count("steps_per_generation", self.accumulated)
         if self.passes * per_pass % self.group:
-            raise ConfigError([f"{self.passes * per_pass} completions of a rollout are no whole groups of {self.group}"])
+            raise ConfigError([f"{self.passes * per_pass} completions of a rollout are not whole groups of {self.group}"])
         if self.passes % self.accumulated:
             # one optimizer step over several rollouts of one policy, or steps that begin in the middle of one
             several, rest = divmod(self.accumulated, self.passes)
@@ -785,7 +785,7 @@ def _read_adapters(run: Import, command: SourceCommand) -> Adapters | None:
 
 
 def _describe_dataset(run: Import, command: SourceCommand, shared: Recipe) -> Recipe:
-    """Return the run of a trainer that learns from a dataset alone."""
+    """Return the run of a trainer that learns only from a dataset."""
     program = command.program
     forms = command.list_texts("loss_type") or ["kto" if program == "kto" else "sigmoid"]
     keys: dict[str, object] = {}
@@ -816,7 +816,7 @@ def _describe_dataset(run: Import, command: SourceCommand, shared: Recipe) -> Re
 
 
 def _name_trained_tokens(run: Import, command: SourceCommand) -> str | None:
-    """Return the tokens that train where TRL trains those of the whole row; None where it trains the answers alone.
+    """Return the tokens that train where TRL trains the whole row; None where it trains only the answers.
 
     Unless an option says otherwise TRL trains the completions of rows that have some, and all tokens of messages and texts.
     """
@@ -828,7 +828,7 @@ def _name_trained_tokens(run: Import, command: SourceCommand) -> str | None:
     given = command.has("completion_only_loss")
     if answers or command.flag("assistant_only_loss"):
         return None
-    return "those of the questions too" if given else "those of the questions too, unless rows have a completion"
+    return "the questions' too" if given else "the questions' too, unless rows have a completion"
 
 
 #: policy loss there -> key here, name of its formula
@@ -875,7 +875,7 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
     if command.flag("use_vllm") and command.text("vllm_mode") == "server" and not command.has("vllm_server_base_url"):
         keys[f"{ENGINE}.vllm_server_host"] = command.get("vllm_server_host", "0.0.0.0")
         keys[f"{ENGINE}.vllm_server_port"] = command.get("vllm_server_port", 8000)
-    # its ratio is the product over the tokens of a response, which is 1 as those of the tokens are while there is one step
+    # its ratio is the product over the tokens of a response, which is 1 as the tokens' ratios are while there is one step
     level = None if is_rloo and sizes.steps > 1 else _LEVELS.get(command.text("importance_sampling_level", "token"))
     return replace(
         shared,

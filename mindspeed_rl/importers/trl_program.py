@@ -24,13 +24,13 @@ _HARMLESS = ("eval_dataset", "compute_metrics", "callbacks", "reward_processing_
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
          "use_rslora": "use_rslora", "use_dora": "use_dora", "modules_to_save": "lora_modules_to_save"}  # fmt: skip
 _LORA_PLAIN = {"bias": ("none",), "task_type": ("CAUSAL_LM", "SEQ_CLS", "TaskType.CAUSAL_LM"), "inference_mode": (False,)}
-#: arguments of from_pretrained that change the format of weights in memory alone
+#: arguments of from_pretrained that change only the format of weights in memory
 _MODEL_PLAIN = frozenset(
     "torch_dtype dtype device_map attn_implementation trust_remote_code low_cpu_mem_usage use_cache".split()
 )
 #: arguments of load_dataset that do not choose rows
 _DATA_PLAIN = frozenset("trust_remote_code cache_dir num_proc token data_files split name path".split())
-#: arguments of a reward function that are no columns, and those that only TRL's trainer has
+#: arguments of a reward function that are not columns, and those that only TRL's trainer has
 _OF_REWARDS = frozenset("prompts completions completion_ids".split())
 _OF_TRAINER = frozenset("trainer_state log_extra log_metric environments".split())
 
@@ -60,7 +60,7 @@ def read_program(path: Path, given: Mapping[str, object], variables: Mapping[str
         variables: values that the user gives, of options and of the environment.
 
     Raises:
-        ConfigError: the file is no program, calls no trainer of TRL or several, or a value cannot be read.
+        ConfigError: the file is not a program, calls no trainer of TRL or several, or a value cannot be read.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ class _Reader:
         name = name_call(call)
         if not self.names.is_of(name, package):
             place = f"{self.path.name}, line {call.lineno}"
-            raise ConfigError([f"{place}: {name} is not that of {package}, and what it changes is in its code"])
+            raise ConfigError([f"{place}: {name} does not come from {package}, and what it changes is in its code"])
 
     def _find_trainer(self) -> ast.Call:
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and name_call(node) in TRAINERS]
@@ -158,7 +158,7 @@ class _Reader:
         return f"{self.path.name}, line {node.lineno}"
 
     def _take(self, program: Program, name: str, node: ast.expr, line: int) -> None:
-        """Set an option to the value of an expression, or to that of --set."""
+        """Set an option to the value of an expression, or of --set."""
         if name in self.variables:
             program.options[name] = read_scalar(self.variables[name])
             return
@@ -208,7 +208,7 @@ class _Reader:
                     program.unread.append(f"{self._at(node)}: ** {error} cannot be read; write its values by their names")
                 program.options |= unpacked if isinstance(unpacked, dict) else {}
                 if not isinstance(unpacked, dict) and unpacked is not None:
-                    program.unread.append(f"{self._at(node)}: ** of {ast.unparse(keyword.value)} is no mapping")
+                    program.unread.append(f"{self._at(node)}: ** of {ast.unparse(keyword.value)} is not a mapping")
         # attributes that are set afterwards
         for dotted, values in self.names.bound.items():
             place, value = values[-1]
@@ -303,7 +303,7 @@ class _Reader:
                 self._read_module(program, module, name)
                 names.append(f"{module}:{name}")
             else:
-                program.unread.append(f"{self._at(item)}: the reward {ast.unparse(item)} is no function of a module")
+                program.unread.append(f"{self._at(item)}: the reward {ast.unparse(item)} is not a function of a module")
         if names:
             program.options["reward_funcs"] = names
 

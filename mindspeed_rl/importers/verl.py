@@ -199,7 +199,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.([\w.]+)",
         by(lambda run, option, value: _set_engine(run, option, value, f"{ENGINE}.engine_kwargs."), "engine_kwargs"),
     ),
-    (r"actor_rollout_ref\.rollout\.engine_kwargs\.(?:sglang|trtllm)\.[\w.]+", no_effect("read by other engines alone")),
+    (r"actor_rollout_ref\.rollout\.engine_kwargs\.(?:sglang|trtllm)\.[\w.]+", no_effect("read only by other engines")),
     (r"data\.apply_chat_template_kwargs\.enable_thinking", to(f"{ACTOR}.enable_thinking")),
     (
         r"data\.apply_chat_template_kwargs\.[\w.]+",
@@ -254,7 +254,7 @@ def _limit_images(run: Import, option: str, value: object) -> None:
     elif "image" in limits:
         run.translate(option, {f"{ENGINE}.limit_mm_image_per_prompt": limits["image"]})
     else:
-        run.note(option, "images alone are read")
+        run.note(option, "only images are read")
 
 
 def _find_record(name: str) -> Option | None:
@@ -277,13 +277,13 @@ def _find_argument(name: str) -> Option | None:
 
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
-    """Return the command of verl among those of a script, a file of its configuration, or keys alone."""
+    """Return the verl command of a script, a file of its configuration, or only keys."""
     if len(commands) == 1 and len(commands[0].words) == 1 and Path(commands[0].words[0]).suffix in (".yaml", ".yml"):
         composition = Composition(commands[0])
         composition.read_file(require_file(commands[0], "verl", commands[0].words[0]))
         program = "ppo" if any(name.startswith("actor_rollout_ref.") for name in composition.options) else "sft"
         return _complete(program, composition.options, devices, commands[0].environment)
-    # keys alone, or keys on lines of their own after the program
+    # only keys, or keys on lines of their own after the program
     keys = [command for command in commands if all(is_key(word) for word in command.words)]
     program, command, place = _find_command(commands, keys)
     words = [*command.words[place:], *(word for item in keys if item is not command for word in item.words)]
@@ -328,7 +328,7 @@ def _find_command(commands: list[Command], keys: list[Command]) -> tuple[str, Co
         raise ConfigError(["there is no command of verl, and no key such as data.train_files=train.parquet"])
     program, command, place = found[0] if found else ("ppo", keys[0], 0)
     if command.uncertain:
-        raise ConfigError([f"{command.uncertain} decides whether the command of line {command.line} runs; import it alone"])
+        raise ConfigError([f"{command.uncertain} decides whether the command of line {command.line} runs; import only it"])
     return program, command, place
 
 
@@ -359,7 +359,7 @@ def _complete(
 ) -> SourceCommand:
     """Return the command with values of other options in place of their names, its table and its devices."""
     options = {_rename(name): value for name, value in composed.items()}
-    # those keys exist in the configuration of that engine alone
+    # those keys exist only in the configuration of that engine
     if any(name.startswith(f"{_ACTOR}megatron.") for name in options):
         options.setdefault("model_engine", "megatron")
     table = dict(TABLES[program])
@@ -402,7 +402,7 @@ _ENGINES = {**dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo", "dp"), "fsdp"), "veo
 
 
 def _read_role_layout(command: SourceCommand, role: str, engine_group: str) -> Layout:
-    """Return the split of a role: FSDP has data parallelism and Ulysses alone, VeOmni experts too.
+    """Return the split of a role: FSDP has only data parallelism and Ulysses, VeOmni experts too.
 
     Args:
         engine_group: group of the role's FSDP keys.
@@ -557,7 +557,7 @@ def _read_schedule(command: SourceCommand, prefix: str, engine: str, peak: float
 
 
 def _count_warmup(command: SourceCommand, prefix: str, engine: str) -> float:
-    """Return the steps of the warm-up, of which VeOmni has the ratio alone; -1 without any."""
+    """Return the steps of the warm-up, of which VeOmni has only the ratio; -1 without any."""
     return -1.0 if engine == "veomni" else command.number(f"{prefix}lr_warmup_steps", -1)
 
 
@@ -613,7 +613,7 @@ _REJECTIONS = {"token_k1": "token", "token_k2": "token", "seq_sum_k1": "sequence
 def _read_rejection(command: SourceCommand) -> Correction:
     """Return the rejection by the rollout's log-probs as a mask.
 
-    k1 is log(mu / pi), so that its bounds are those of 1 / w; k2 is log(w)^2 / 2.
+    k1 is log(mu / pi), so that its bounds are the bounds of 1 / w; k2 is log(w)^2 / 2.
 
     Raises:
         ConfigError: it is another one, or has no bounds.
@@ -803,7 +803,7 @@ def _read_model(
 def _read_prediction(
     run: Import, command: SourceCommand, prefix: str, layout: Layout
 ) -> tuple[Prediction | None, dict[str, object] | None]:
-    """Return the prediction layers that train, which verl's Megatron engine alone has, and drafts of theirs."""
+    """Return the prediction layers that train, which only verl's Megatron engine has, and drafts of theirs."""
     prefix, is_on = f"{prefix}mtp.", command.flag(f"{prefix}mtp.enable")
     scale, prediction = f"{ACTOR}.mtp_loss_scaling_factor", None
     if is_on and command.flag(f"{prefix}enable_train") and layout.engine == "megatron":
@@ -833,7 +833,7 @@ def _count_prediction_layers(command: SourceCommand, prefix: str) -> int:
     try:
         shape = read_json(config)
     except ValueError as error:
-        raise ConfigError([f"{prefix}path: {config} is no JSON: {error}"]) from error
+        raise ConfigError([f"{prefix}path: {config} is not JSON: {error}"]) from error
     shape |= shape.get("text_config", {})
     return shape.get("num_nextn_predict_layers") or shape.get("mtp_num_hidden_layers") or 1
 
@@ -1000,7 +1000,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
     average = loss.aggregation
     if loss.loss_type == "gspo" and normalizer != average:
         average = f"{average} (main), {normalizer} (0.9.1)"
-        run.reasons["aggregation"] = f"that of verl's main branch; --set {RELEASE}=0.9.1 takes that of the release"
+        run.reasons["aggregation"] = f"as in verl's main branch; --set {RELEASE}=0.9.1 takes the release's"
     reads, divides = ADVANTAGES[estimator].reads or (), command.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
     has_scale = "scale_rewards" in reads
     single = _is_single(command)
@@ -1039,7 +1039,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
             "stage": "the loop for the estimator",
             "loss_type": f"{loss.aggregation} mean, ratio of a {loss.level}"
             + (f"; {loss.loss_type} has it there too, whatever loss_agg_mode is" if loss.fixes else ""),
-            "clip_ratio_low": "clip_ratio alone decides nothing" if command.has(f"{_ACTOR}clip_ratio") else "",
+            "clip_ratio_low": "clip_ratio by itself decides nothing" if command.has(f"{_ACTOR}clip_ratio") else "",
             "init_kl_coef": f"in the {kl.place}" if kl.place else "no KL",
         },
     )
@@ -1153,7 +1153,7 @@ def _read_file(run: Import, command: SourceCommand) -> str:
         run.note_given("data.train_max_samples", "all rows", changes_nothing=False)
     filters = command.flag("data.filter_overlong_prompts")
     reason = "the rollout keeps the last tokens of a longer prompt, whatever data.truncation is; rows with images are left out"
-    kind, note = ("drop_longer", "those of max_prompt_length tokens stay") if filters else ("cut_left", reason)
+    kind, note = ("drop_longer", "prompts of max_prompt_length tokens stay") if filters else ("cut_left", reason)
     run.put("data.filter_overlong_prompts data.truncation", {f"{RL}.long_prompts": kind}, note)
     return ",".join(files) if limit is None else f"{','.join(files)}#{limit}"
 
@@ -1511,7 +1511,7 @@ def _choose_engine(run: Import, command: SourceCommand) -> None:
     for name in names:
         if not run.is_noted(name):
             run.note(name, run.reasons.get("engine", f"{layout.engine}: Megatron-core is the engine"), changes_nothing=False)
-    run.note_given(offload, "read with fsdp2 alone, or offload_train_* is for the rollout")
+    run.note_given(offload, "read only with fsdp2, or offload_train_* is for the rollout")
 
 
 PROJECT = SourceProject("verl", "verl", "0.9.1", TABLES, _read, _describe, _finish, prefix="")

@@ -1,4 +1,4 @@
-"""The supervised trainer of verl before 0.9, `fsdp_sft_trainer`: its options as those of `sft_trainer`, and what differs.
+"""The supervised trainer of verl before 0.9, `fsdp_sft_trainer`: its options as options of `sft_trainer`, and what differs.
 
 Its loss is a mean over the tokens of a device's micro-batch, and the means are averaged; a row of two columns ends with the
 tokenizer's eos token, whatever the chat template has.
@@ -14,7 +14,7 @@ from mindspeed_rl.importers.options import Option, no_effect, refused, with_othe
 from mindspeed_rl.importers.recipe import Recipe
 
 TRAINER = "fsdp_sft_trainer"
-#: option -> that of sft_trainer
+#: option -> option of sft_trainer
 _RENAMED = {
     "model.partial_pretrain": "model.path",
     "model.strategy": "engine.strategy",
@@ -30,7 +30,7 @@ _RENAMED = {
     "trainer.checkpoint.save_contents": "checkpoint.save_contents",
     "trainer.checkpoint.load_contents": "checkpoint.load_contents",
 }
-#: options of a row of two columns, which is no conversation
+#: options of a row of two columns, which is not a conversation
 PROMPT, RESPONSE = "data.prompt_key", "data.response_key"
 _COLUMNS = with_others("preprocessing", off="columns of that preprocessing", by_nature=True)
 _NESTED = refused("columns inside of a column; write them as columns of their own")

@@ -223,7 +223,7 @@ class Composition:
             else:
                 self.enter_group(group, package or group.replace("/", "."), read_scalar(text), f"the word {word}")
         else:
-            raise ConfigError([f"{word!r} is no key such as data.train_files=train.parquet, and no option of Hydra"])
+            raise ConfigError([f"{word!r} is not a key such as data.train_files=train.parquet, and no option of Hydra"])
 
 
 def _list_starts(command: Command, start: str) -> list[Path]:

@@ -25,7 +25,7 @@ AGGREGATIONS = {
 
 
 def is_reinforce(command: SourceCommand) -> bool:
-    """Return True for the plain policy gradient with weights, which verl has in bypass_mode alone."""
+    """Return True for the plain policy gradient with weights, which verl has only in bypass_mode."""
     return command.flag(f"{_CORRECTION}bypass_mode") and command.text(f"{_CORRECTION}loss_type", "ppo_clip") == "reinforce"
 
 
@@ -37,7 +37,7 @@ class LossMode:
         loss: policy loss here; empty for the clipped one that has the aggregation.
         name: of its formula.
         level: what the ratio is computed over.
-        aggregation: that its function has whatever loss_agg_mode says; None where it takes that of loss_agg_mode.
+        aggregation: that its function has whatever loss_agg_mode says; None where it follows loss_agg_mode.
         clips: it reads clip_ratio_low and clip_ratio_high.
         has_dual: it reads clip_ratio_c.
         takes: aggregations that the loss has here.
@@ -125,7 +125,7 @@ class Loss:
             raise ConfigError(
                 [f"{_ACTOR}loss_scale_factor={scale}: not available here: another divisor than max_response_length"]
             )
-        # the defaults of the two sides are numbers, so that clip_ratio alone decides nothing
+        # the defaults of the two sides are numbers, so that clip_ratio by itself decides nothing
         either = command.number(f"{_ACTOR}clip_ratio", 0.2)
         low, high = (
             either if command.has(side) and command.options[side] is None else command.number(side, 0.2)

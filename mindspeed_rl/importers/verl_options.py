@@ -34,7 +34,7 @@ from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
 _PROFILER = "profiler_config.integrated"
 
 _SHARDING = no_effect("how weights and states are divided changes no result: engine: fsdp has a shard of all on each device")
-_MEMORY = no_effect("memory and speed alone: results do not depend on it, and the engine has a form of its own")
+_MEMORY = no_effect("only memory and speed: results do not depend on it, and the engine has a form of its own")
 #: setting of Muon there -> key
 _MUON = {
     "momentum": "muon_momentum",
@@ -63,12 +63,12 @@ def _put(names: str, prefix: str) -> str:
 
 
 _SEQUENCES = part("sequence_parallel", off="without effect where the tensor parallel size is 1")
-_ULYSSES = part("context_parallel_size", off="read with FSDP alone")
+_ULYSSES = part("context_parallel_size", off="read only with FSDP")
 _ENGINE_NAME = with_others("the engine")
 _FUNCTION = part("verifier_function dataset_additional_keys", off="verl's own reward", by_nature=True)
 _REWARD_MODEL = part("reward_model", off="there is no reward model", by_nature=True)
 _OTHER_MODE = "another mode of the trainer reads it"
-_ASYNC_ALONE = "read by fully_async_policy alone"
+_ASYNC_ALONE = "read only by fully_async_policy"
 _DEDICATED = part(
     "trainer_mode rollout_resource.num_npus use_integrated_worker",
     off="training and rollout share their devices",
@@ -83,7 +83,7 @@ _NO_TEACHER = "it is off, or not read with these losses"
 
 def _packed(key: str) -> Option:
     """Return the tokens of a micro-batch, times the context parallel size."""
-    return part(key, off="read with use_dynamic_bsz alone")
+    return part(key, off="read only with use_dynamic_bsz")
 
 
 def list_words(value: object) -> list[str]:
@@ -163,7 +163,7 @@ _MCORE: tuple[tuple[str, Option], ...] = (
     ),
     ("dynamic_context_parallel", refused("context parallel sizes that change from batch to batch")),
     ("forward_only override_ddp_config", no_effect("the phase decides whether a pass has gradients; its buckets are ours")),
-    ("override_mcore_model_config", refused("other shapes than those of config.json", unless=({},))),
+    ("override_mcore_model_config", refused("other shapes than in config.json", unless=({},))),
     (
         "virtual_pipeline_model_parallel_size",
         no_effect("the schedule of a pipeline changes no result; write num_layers_per_virtual_pipeline_stage for it"),
@@ -294,7 +294,7 @@ _OPTIMIZER: tuple[tuple[str, Option], ...] = (
     ),
     (_put(" ".join(_MUON), "muon_"), by(_optimizer, "the keys muon_*")),
     ("muon_coefficient_type", same("Newton-Schulz by the quintic coefficients", "quintic")),
-    ("muon_scalar_optimizer", same("AdamW for what is no matrix", "adam")),
+    ("muon_scalar_optimizer", same("AdamW for what is not a matrix", "adam")),
     ("muon_fp32_matmul_prec", no_effect("Newton-Schulz has the precision of Megatron's own function")),
     ("muon_match_adamw_update_rms", refused("a scale of Muon's steps from AdamW's betas; see muon_extra_scale_factor")),
     ("decay_type eps lr_decay_ratio lr_min lr_start min_lr_factor name init_lr_ratio", _OTHER_ENGINE),
@@ -381,7 +381,7 @@ _LORA = (
     "freeze_language_model freeze_vision_model freeze_vision_projection lora_A_init_method lora_B_init_method"
 )
 _DRAFTS = "only drafts in a rollout, with enable and enable_rollout, read it"
-_UNTRAINED = "prediction layers train with enable, enable_train and Megatron alone; they are left out"
+_UNTRAINED = "prediction layers train only with enable, enable_train and Megatron; they are left out"
 _ADAPTERS = part(LORA, off="no adapters: all weights train", by_nature=True)
 #: records of a model's own options, under the actor and the supervised trainer
 _OWN_MODEL: tuple[tuple[str, Option], ...] = (
@@ -397,7 +397,7 @@ _MODEL: tuple[tuple[str, Option], ...] = (
     ("hf_config_path", refused("a config.json apart from the weights")),
     ("custom_chat_template", refused("a chat template in the command; see prompt_type")),
     ("external_lib", refused("modules that are imported at the start")),
-    ("override_config", refused("other values than those of config.json", unless=({},))),
+    ("override_config", refused("other values than in config.json", unless=({},))),
     ("trust_remote_code use_shm", no_effect("models are built from their config.json, and read from their folder")),
     ("enable_activation_offload tiled_mlp.enabled tiled_mlp.num_shards use_remove_padding", _MEMORY),
     ("exclude_modules", by(lambda run, option, value: _leave_out(run, option, value), "the vision tower has no adapters")),
@@ -463,14 +463,14 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ),
     (
         "nnodes n_gpus_per_node",
-        with_others("devices", off="the rollout's devices are those of the trainer, or of the group rollout"),
+        with_others("devices", off="the rollout uses the trainer's devices, or the devices of the group rollout"),
     ),
     ("max_model_len", to(f"{GENERATE}.max_model_len")),
     ("pipeline_model_parallel_size", refused("pipeline parallelism of the rollout engine", unless=(1,))),
     ("checkpoint_engine.update_weights_bucket_megabytes", to(f"{GENERATE}.update_weights_bucket_mb", default=2048)),
     ("checkpoint_engine.backend", no_effect("weights travel by the platform's collectives", "naive", "nccl", "hccl")),
     ("checkpoint_engine.custom_backend_module", refused("your own way of weights")),
-    ("checkpoint_engine.engine_kwargs engine_kwargs.sglang engine_kwargs.trtllm", no_effect("read by other engines alone")),
+    ("checkpoint_engine.engine_kwargs engine_kwargs.sglang engine_kwargs.trtllm", no_effect("read only by other engines")),
     ("engine_kwargs.vllm", to(f"{GENERATE}.engine_kwargs")),
     ("enable_rollout_routing_replay", to(f"{RL}.router_replay.mode", values={True: "R3", False: "disabled"})),
     (
@@ -479,13 +479,13 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
         "moe_load_balance_metrics_interval standalone_gpu_memory_utilization",
         no_effect("memory and scheduling of the engine, which the run decides"),
     ),
-    ("logprobs_mode", same("log-probs are those of the distribution divided by the temperature", "processed_logprobs")),
+    ("logprobs_mode", same("log-probs are of the distribution divided by the temperature", "processed_logprobs")),
     ("calculate_log_probs", no_effect("the rollout's log-probs are always there, and compared with the trainer's")),
     ("over_sample_rate", refused("prompts that are sampled and thrown away")),
     ("quantization", by(set_rollout_format, "quantization, int8 or ascend")),
     ("quantization_config_file", refused("a rollout engine that is quantized from a file")),
     ("qat", _BY_SWITCH),
-    ("mtp", no_effect("it is that of the model")),
+    ("mtp", no_effect("the model decides it")),
     ("disaggregation.enabled", refused("separate devices for prompts and tokens")),
     (_SPLIT, _BY_SWITCH),
     ("prometheus.enable prometheus.file prometheus.port prometheus.served_model_name", no_effect("see docs/observability.md")),
@@ -562,7 +562,7 @@ _ACTOR: tuple[tuple[str, Option], ...] = (
     ("checkpoint.async_save", to(f"{MEGATRON}.async_save")),
     (
         "checkpoint.load_contents checkpoint.mbridge_config checkpoint.strict",
-        no_effect("a checkpoint is loaded whole; finetune: true reads weights alone"),
+        no_effect("a checkpoint is loaded whole; finetune: true reads only weights"),
     ),
     ("checkpoint.save_contents", _SAVED),
 )
@@ -590,7 +590,7 @@ _CRITIC: tuple[tuple[str, Option], ...] = (
         "use_dynamic_bsz nccl_timeout data_loader_seed rollout_n",
         _MEMORY,
     ),
-    ("shuffle", no_effect("rows of the critic's steps are those of the actor's")),
+    ("shuffle", no_effect("the critic's steps have the rows of the actor's")),
     (
         "checkpoint.async_save checkpoint.load_contents checkpoint.mbridge_config checkpoint.save_contents",
         no_effect("actor and critic are saved together"),
@@ -923,7 +923,7 @@ def _build_sft() -> dict[str, Option]:
         "trainer.seed": to(f"{MEGATRON}.seed", default=1),
         "trainer.profile_interval": _PROFILED,
         "trainer.balance_batch": no_effect("the loss is the mean over all tokens of a batch, however rows are spread"),
-        "checkpoint.load_contents": no_effect("a checkpoint is loaded whole; finetune: true reads weights alone"),
+        "checkpoint.load_contents": no_effect("a checkpoint is loaded whole; finetune: true reads only weights"),
         "checkpoint.save_contents": _SAVED,
         **_under("data.", [
             ("train_files train_max_samples", part("data_path")),

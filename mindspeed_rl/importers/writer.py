@@ -246,7 +246,7 @@ def start_from_adapter(run: Import, option: str, adapter: str, reference: str | 
         reference: the adapter that the reference has; None where it is the base, as other projects turn adapters off for it.
 
     Raises:
-        ConfigError: adapter_config.json of the folder is no JSON, or adapts no projection of attention or MLP.
+        ConfigError: adapter_config.json of the folder is not JSON, or adapts no projection of attention or MLP.
     """
     path = Path(adapter, ADAPTER_CONFIG).expanduser()
     config: dict[str, object] = {}
@@ -254,7 +254,7 @@ def start_from_adapter(run: Import, option: str, adapter: str, reference: str | 
         try:
             config = read_json(path)
         except ValueError as error:
-            raise ConfigError([f"{option} {adapter}: {ADAPTER_CONFIG} is no JSON: {error}"]) from error
+            raise ConfigError([f"{option} {adapter}: {ADAPTER_CONFIG} is not JSON: {error}"]) from error
     listed = config.get("target_modules")
     names = [str(name).rpartition(".")[2] for name in listed] if isinstance(listed, list) else ["all-linear"]
     targets = find_lora_targets(names)

@@ -16,7 +16,7 @@ _READS = 16
 
 
 class ChannelError(Exception):
-    """The bytes are no message: other code of the process has written to the connection, or changed msgpack."""
+    """The bytes are not a message: other code of the process has written to the connection, or changed msgpack."""
 
 
 def _to_plain(value: object) -> object:

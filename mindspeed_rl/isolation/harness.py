@@ -9,7 +9,7 @@ bytes, the program, and one JSON object:
     {"tests": [text, ...], "entry_point": name} 1 or 0 for each test, in one namespace with the program's names
 
 Standard output has the result as JSON. Arguments of calls are copies, and lists, dicts and sets that a call changed are changed
-here too. Objects that are no plain values stay in the child: a test can call them and read their attributes, but they equal
+here too. Objects that are not plain values stay in the child: a test can call them and read their attributes, but they equal
 only each other. A test that defines classes, catches exceptions of the program or passes functions runs in the child, which
 then judges itself.
 """

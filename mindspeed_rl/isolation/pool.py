@@ -215,7 +215,7 @@ class WorkerPool:
         owner: name for the processes in errors, such as "the tool".
         memory_bytes: limit of a process beyond its initial memory; None for none.
         memory_reason: reason in the error when a process exceeds that limit.
-        environment: variables of the processes; None for those of this process.
+        environment: variables of the processes; None for this process's variables.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def launch(environment: Mapping[str, str] | None = None) -> tuple[socket.socket,
     """Start a spawner for the calling process; return the socket for its messages, starting with "start".
 
     Args:
-        environment: variables of the spawner and its workers; None for those of this process.
+        environment: variables of the spawner and its workers; None for this process's variables.
     """
     variables = os.environ if environment is None else environment
     control, theirs = socket.socketpair()

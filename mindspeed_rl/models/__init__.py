@@ -99,7 +99,7 @@ def architecture_for(hf_config: HfConfig) -> Architecture:
 
 
 def has_layers(hf_config: HfConfig) -> bool:
-    """Return whether the table of architectures has the layers of a model; those of others only transformers computes."""
+    """Return whether the table of architectures has the layers of a model; other layers only transformers computes."""
     try:
         architecture_for(hf_config).read_model_config(hf_config)
     except ValueError:

@@ -472,7 +472,7 @@ def build_gpt_model(
             if isinstance(module, MLASelfAttention):
                 module.checkpoint_core_attention = False  # it recomputes by itself, from inputs that Megatron's does not pass
     if pre_process and model_config.embedding_scale is not None:
-        # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
+        # Megatron's embedding has no factor; a hook keeps the names of its parameters
         # and the factor is rounded to the output's dtype first, as transformers does
         factor = model_config.embedding_scale
         model.embedding.word_embeddings.register_forward_hook(

@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from mindspeed_rl.files import read_json
 
-#: mark of transformers' initializer on a parameter that it leaves alone
+#: mark of transformers' initializer on a parameter that it leaves as it is
 _MARK = "_is_hf_initialized"
 #: suffix of the float32 parameter by which a weight sync brings a table of whole numbers, exact below 2**24
 _AS_FLOATS = "_as_floats"
@@ -49,7 +49,7 @@ def read_hf_config(hf_folder: Path, key: str) -> PretrainedConfig:
 
 
 def drop_dropout(hf_config: PretrainedConfig) -> None:
-    """Set every dropout of a config to 0: a sampled token's probability is that of the model as it is."""
+    """Set every dropout of a config to 0: a sampled token's probability comes from the model as it is."""
     for name, value in hf_config.to_dict().items():
         if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
             setattr(hf_config, name, 0.0)
@@ -283,7 +283,7 @@ class LoadableModule(nn.Module):
 
 
 def list_untaken(hf_folder: Path, names: Iterable[str]) -> list[str]:
-    """Return those of the names of a checkpoint's tensors that no parameter of the module of a folder takes.
+    """Return the names of a checkpoint's tensors that no parameter of the folder's module takes.
 
     Raises:
         ValueError: transformers has no such model.

@@ -278,7 +278,7 @@ class NormalizedAttention(nn.Module):
 
 
 class NormalizedRouter(TopKRouter):
-    """A router whose chosen experts share a weight of 1, times the scaling factor, also where one alone is chosen.
+    """A router whose chosen experts share a weight of 1, times the scaling factor, also where only one is chosen.
 
     Megatron leaves the score of a single expert as it is. The weight is computed as transformers and vLLM do, not put in as
     a constant, so that the router's weight takes part in backward.

@@ -134,7 +134,7 @@ class VisionConfig:
 
     Attributes:
         image_token_id, video_token_id: ids of the tokens in whose place the features of an image or a video are put.
-        image_frame: ids of the tokens before and after those of an image.
+        image_frame: ids of the tokens before and after an image's tokens.
         patch_size, temporal_patch_size, in_channels: size of a patch in pixels, frames and colours.
         merge_size: patches of this many rows and columns become one token.
         depth, hidden_size, ffn_hidden_size, num_heads: shape of the tower; its blocks see `window_size` pixels of height and

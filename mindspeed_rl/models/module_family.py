@@ -1,4 +1,4 @@
-"""Families outside the table of architectures, which only transformers computes: their weights are those of its module.
+"""Families outside the table of architectures, which only transformers computes, with the weights of its module.
 
 `engine: fsdp` trains them. Shapes and names are read from a module without memory, once on the driver; plans carry them.
 """
@@ -236,7 +236,7 @@ def _read_shape(config: PretrainedConfig, architecture: ModuleArchitecture, tens
 def _read_longest(config: PretrainedConfig) -> int | None:
     """Return the longest row of a model whose frequencies depend on the length of the row.
 
-    Those of type longrope do beyond `original_max_position_embeddings`: tokens would have other probabilities in a longer row.
+    With type longrope they do beyond `original_max_position_embeddings`: tokens would have other probabilities in a longer row.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":

@@ -100,7 +100,7 @@ def _as_plain(value: object) -> object:
 
 @dataclass(kw_only=True)
 class SFTConfig(TrainerConfig):
-    """Arguments of supervised fine-tuning; answers alone train.
+    """Arguments of supervised fine-tuning; only answers train.
 
     Attributes:
         max_length: tokens of a row; longer ones are cut.
@@ -190,7 +190,7 @@ class GRPOConfig(TrainerConfig):
 
 @dataclass(kw_only=True)
 class PPOConfig(GRPOConfig):
-    """Arguments of PPO: those of GRPO, and of the critic.
+    """Arguments of PPO: GRPO's arguments and the critic's.
 
     Attributes:
         num_generations: responses to a prompt; 1, because the critic is the baseline.

@@ -57,7 +57,7 @@ class TrainerControl:
 
 
 class TrainerCallback:
-    """Base of callbacks; override what you need. Names and arguments are those of transformers' callbacks.
+    """Base of callbacks; override what you need. Names and arguments are as in transformers' callbacks.
 
     The files of an iteration are written before its methods are called.
     """

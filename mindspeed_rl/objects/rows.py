@@ -29,7 +29,7 @@ def write_rows(dataset: Dataset, path: Path, name: str) -> str:
         name: name of the argument, for messages.
 
     Raises:
-        ValueError: it is no dataset, has no rows, or a row has no form in JSON; names row and column.
+        ValueError: it is not a dataset, has no rows, or a row has no form in JSON; names row and column.
     """
     if isinstance(dataset, (str, Path)):
         file = Path(dataset).expanduser()

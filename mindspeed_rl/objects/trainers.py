@@ -108,7 +108,7 @@ class _Trainer:
         """Return the folder or the name of a model; one of this program is saved, with its tokenizer.
 
         Raises:
-            ValueError: it is no model, or it has no tokenizer.
+            ValueError: it is not a model, or it has no tokenizer.
         """
         if isinstance(model, (str, Path)):
             is_folder = parse_hub_name(str(model)) is None
@@ -196,7 +196,7 @@ class _Trainer:
         return {"megatron_training.prompt_type": "hf" if has_messages(first) else "completion"}
 
     def _write_tokenizer(self) -> str:
-        """Return the folder of the tokenizer: the model's, or that of the one which the caller gave."""
+        """Return the folder of the tokenizer: the model's, or the folder of the tokenizer that the caller gave."""
         if self._tokenizer is None or self._model == str(self.folder / "model"):
             return self._model
         self._tokenizer.save_pretrained(self.folder / "tokenizer")
@@ -261,7 +261,7 @@ class _Trainer:
         """Evaluate the trained model, or the start where nothing has been trained.
 
         Args:
-            eval_dataset: held-out rows; None takes those of the trainer.
+            eval_dataset: held-out rows; None takes the trainer's eval_dataset.
 
         Returns:
             eval/loss of supervised trainers; eval/reward, eval/<function> and, where the first function tells right from
@@ -402,7 +402,7 @@ class SFTTrainer(_Trainer):
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config)
 
     def _list_options(self, data: str) -> dict[str, object]:
-        """Answers train alone, whatever form the rows have."""
+        """Only answers train, whatever form the rows have."""
         is_chat = has_messages(read_first(data, "train_dataset"))
         return {"assistant_only_loss" if is_chat else "completion_only_loss": True}
 
@@ -465,7 +465,7 @@ class GRPOTrainer(_Trainer):
 
         Args:
             model, args, eval_dataset, processing_class, callbacks, peft_config: as `SFTTrainer` has them.
-            reward_funcs: functions of this program (closures and those of a notebook, too) or names of docs/rewards.md. A
+            reward_funcs: functions of this program (also closures and functions of a notebook) or names of docs/rewards.md. A
                 function gets the response and columns of its row by the names of its parameters; with the parameter
                 `completions` it gets lists, one entry per response, as in TRL.
             train_dataset: rows with a prompt, a text or messages; all other columns reach the reward functions.
@@ -487,7 +487,7 @@ class GRPOTrainer(_Trainer):
 
     @property
     def _sampling(self) -> GRPOConfig:
-        """The arguments, which are those of a trainer that samples."""
+        """The arguments of a trainer that samples."""
         assert isinstance(self.args, GRPOConfig), "checked when the trainer is made"
         return self.args
 

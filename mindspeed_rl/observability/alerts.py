@@ -20,7 +20,7 @@ _FAR_NATS = 1.0
 #: worth an alert: gap between reward and audit, in fractions of their full scores; rise of the share of one pattern
 _GAP, _PATTERN_RISE = 0.1, 0.3
 
-#: mean difference of log-probs, and its ratio to that of the first tokens, beyond which a depth or class of tokens is wrong
+#: mean difference of log-probs, and its ratio to the first tokens', beyond which a depth or class of tokens is wrong
 _DEPTH_BOUND, _DEPTH_RATIO = 0.02, 4.0
 #: iterations whose memory is not compared, and measured ones from which growth is one; GiB that are growth
 _WARM_UP, _LEAK_POINTS, _LEAK_GIB = 2, 8, 0.25
@@ -76,7 +76,7 @@ def _is_repetitive(text: str) -> bool:
 
 
 def _is_garbled(text: str) -> bool:
-    """Return True when more than 2 % of the characters are no text: a broken byte, a control character, unassigned."""
+    """Return True when more than 2 % of the characters are not text: a broken byte, a control character, unassigned."""
     # a single odd character of a short text would be more than 2 %
     if len(text) < 20:
         return False
@@ -410,7 +410,7 @@ def _check_pattern(history: History) -> Iterator[Alert]:
             "watch",
             first,
             f"{now:.0%} of the responses are one sentence with words of their prompt filled in, {before:.0%} at the start.",
-            "Read some: does it answer every prompt, or does the reward pay for a form alone? A stricter check beside the "
+            "Read some: does it answer every prompt, or does the reward pay only for a form? A stricter check beside the "
             "reward (group audit of the run file) tells.",
         )
 
@@ -448,7 +448,7 @@ def _check_texts(completions: Sequence[CompletionRecord]) -> Iterator[Alert]:
     last = max(completion["iteration"] for completion in completions)
     recent = [completion for completion in completions if completion["iteration"] == last]
     checks: tuple[tuple[str, Callable[[str], bool], str], ...] = (
-        ("garbled", _is_garbled, "contain characters that are no text"),
+        ("garbled", _is_garbled, "contain characters that are not text"),
         ("repeating", _is_repetitive, "repeat themselves"),
     )
     for kind, check, problem in checks:

@@ -80,7 +80,7 @@ _PHASES: tuple[tuple[str, str], ...] = (
 
 #: responses of a table of completions, and lines of each
 _MAX_RESPONSES, _MAX_LINES = 4, 2
-#: columns of a table where the output is no terminal
+#: columns of a table where the output is not a terminal
 _PIPE_WIDTH = 100
 #: seconds between two looks at how far an iteration is
 _ACTIVITY_S = 1.0

@@ -82,7 +82,7 @@ def measure_diversity(groups: Sequence[tuple[str, Sequence[str]]], labels: Seque
         _compute_share(n_grams[2]),
         _compute_share(n_grams[3]),
         pattern,
-        # a prompt alone has no pattern in common with others
+        # a single prompt has no pattern in common with others
         patterns[pattern] / len(groups) if len(groups) > 1 and pattern else 0.0,
     )
 

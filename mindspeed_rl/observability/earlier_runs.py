@@ -53,7 +53,7 @@ def _read_earlier(folder: Path, title: str, written: Mapping[str, Any]) -> Itera
             continue
         try:
             run = read_run(path.parent)
-        except ValueError:  # a damaged folder is no earlier run
+        except ValueError:  # a damaged folder is not an earlier run
             continue
         report = run.report
         if report.get("outcome") == "finished" and report.get("title") == title:

@@ -176,6 +176,6 @@ class Judgement:
                 "watch",
                 self.departures[0].window.last,
                 f"{self}.",
-                "Compare model, data, reward, batch and learning rate with those of the source.",
+                "Compare model, data, reward, batch and learning rate with the source's.",
             )
         ]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-#: integers of JSON above it are no floats of JavaScript
+#: integers of JSON above it are not floats of JavaScript
 _LARGEST = 1 << 53
 #: condition of a value, and its words
 _Kind = tuple[Callable[[Any], bool], str]
@@ -44,7 +44,7 @@ def _check(record: Mapping[str, Any], required: Mapping[str, _Kind], optional: M
 
 
 def check_metrics(record: Mapping[str, Any]) -> None:
-    """Check a line of metrics.jsonl; a metric that is no number is not drawn."""
+    """Check a line of metrics.jsonl; a metric that is not a number is not drawn."""
     _check(record, {"iteration": _COUNT}, {})
     large = [name for name, value in record.items() if isinstance(value, int) and abs(value) > _LARGEST]
     if large:
@@ -82,7 +82,7 @@ def check_completion(record: Mapping[str, Any]) -> None:
         _check_tokens(record["tokens"])
     for index, event in enumerate(record.get("events") or ()):
         if not isinstance(event, dict):
-            raise ValueError(f"events[{index}] is no object")
+            raise ValueError(f"events[{index}] is not an object")
         _check(event, _TURN, _TURN_MORE, f"events[{index}].")
         if event["parent"] is not None and event["parent"] >= index:
             raise ValueError(f"events[{index}].parent is {event['parent']}, but must be an earlier one")
@@ -124,5 +124,5 @@ def check_report(record: Mapping[str, Any]) -> None:
     role = record.get("config", {}).get("actor_config")
     if role is not None:
         if not isinstance(role, dict):
-            raise ValueError("config.actor_config is no object")
+            raise ValueError("config.actor_config is not an object")
         _check(role, {}, {"save": _or_null(_TEXT)}, "config.actor_config.")

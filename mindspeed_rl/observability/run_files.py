@@ -132,7 +132,7 @@ class _NewLines:
             starts, self._inode, self._offset, self._last = bool(self._offset), 0, 0, b""
             return [], starts
         if not self._path.is_file():
-            raise ValueError(f"{self._path} is no regular file; only such files are read")
+            raise ValueError(f"{self._path} is not a regular file; only such files are read")
         with self._path.open("rb") as stream:
             inode, offset = os.fstat(stream.fileno()).st_ino, self._offset
             stream.seek(offset - len(self._last))
@@ -197,7 +197,7 @@ def _read_expected(path: Path) -> ExpectedCurve | None:
     """Read expected.json; None without one.
 
     Raises:
-        ValueError: it is no curve; names the file.
+        ValueError: it is not a curve; names the file.
     """
     if not path.exists():
         return None
@@ -212,7 +212,7 @@ def _read_report(path: Path) -> JsonObject:
     """Read report.json; numbers that a browser does not know are null.
 
     Raises:
-        ValueError: it is no report; names the file.
+        ValueError: it is not a report; names the file.
     """
     report = json.loads(json.dumps(read_json(path)), parse_constant=lambda _: None)
     try:
@@ -251,7 +251,7 @@ def read_lines(path: Path, check: Callable[[Mapping[str, Any]], None] = lambda _
     if not path.exists():
         return
     if not path.is_file():
-        raise ValueError(f"{path} is no regular file; only such files are read")
+        raise ValueError(f"{path} is not a regular file; only such files are read")
     # only newlines end a line: a model's text may hold U+2028, which JSON leaves as it is
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for index, line in enumerate(lines, 1):
@@ -299,7 +299,7 @@ def _read_events(path: Path) -> list[_TraceEvent]:
     if not path.exists():
         return []
     if not path.is_file():
-        raise ValueError(f"{path} is no regular file; only such files are read")
+        raise ValueError(f"{path} is not a regular file; only such files are read")
     names: list[_TraceEvent] = []
     intervals: deque[_TraceEvent] = deque()
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
@@ -311,7 +311,7 @@ def _read_events(path: Path) -> list[_TraceEvent]:
                 event = cast("_TraceEvent", json.loads(text))
                 check_event(event)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {index} is no event: {error}.") from None
+                raise ValueError(f"{path}, line {index} is not an event: {error}.") from None
             if event["ph"] != "X":
                 names.append(event)
                 continue
@@ -434,7 +434,7 @@ class ServerFolder:
             except (OSError, ValueError) as error:
                 problems[path.name] = str(error)
                 if self._problems.get(path.name) != str(error):
-                    _LOG.warning("%s is no offer of a server, and is passed over: %s", path, error)
+                    _LOG.warning("%s is not an offer of a server, and is passed over: %s", path, error)
         self._problems = problems
         return offers
 

@@ -387,7 +387,7 @@ class _TrackioTracker(_RunTracker):
 class _OtlpTracker:
     """Gauges of OpenTelemetry, sent to a collector after each iteration (OTLP over HTTP).
 
-    The name of a gauge is that of `metrics.jsonl` with dots: `actor/grad_norm` is `mindspeed_rl.actor.grad_norm`, in Prometheus
+    A gauge has the name of `metrics.jsonl` with dots: `actor/grad_norm` is `mindspeed_rl.actor.grad_norm`, in Prometheus
     `mindspeed_rl_actor_grad_norm`. Attribute `run` is the name of the run folder, so that a run that resumes goes on.
     """
 

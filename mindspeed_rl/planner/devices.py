@@ -108,7 +108,7 @@ DEVICES: dict[str, Device] = {
 
 
 def find_device(cfg: RunConfig, name: str | None = None, memory_gib: float | None = None) -> Device:
-    """Return the device of a plan: the named one, else cpu for CPU runs, that of the run file's name, A3 where it has none.
+    """Return the device of a plan: the named one, else cpu for CPU runs, the run file name's, A3 if it has none.
 
     Raises:
         ValueError: the device is not known, none is known for the run's platform, or the memory is not above 0.

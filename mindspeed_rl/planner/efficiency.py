@@ -1,6 +1,6 @@
 """Efficiencies of a run: fractions of a device's figures and seconds of host work, by device and training engine.
 
-Those of NPUs are read from constants.json, which `benchmarks/fit_planner.py` writes: it fits them to the published runs of
+NPUs' are read from constants.json, which `benchmarks/fit_planner.py` writes: it fits them to the published runs of
 `benchmarks/results/published_runs.json`. assumptions.py has the source of each number.
 """
 

@@ -184,7 +184,7 @@ def _drop_rollouts(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-#: stage of `plan smallest` -> what makes its run file from that of GRPO
+#: stage of `plan smallest` -> what makes its run file from GRPO's
 STAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "SFT with LoRA": lambda tree: _train_adapters(_drop_rollouts(tree)),
     "SFT": _drop_rollouts,
@@ -640,7 +640,7 @@ def _vary_memory(base: _Values, layers: int, pp: int, micro_batches: Sequence[_V
 
 
 def _save_memory(base: _Values, size: _Values, savers: Sequence[_Values], *, streams: bool) -> Iterator[_Values]:
-    """Yield the layout with what saves memory; where memory is that short, larger micro-batches are no choice.
+    """Yield the layout with what saves memory; where memory is that short, larger micro-batches are not a choice.
 
     Args:
         size: keys of the smallest micro-batches.

@@ -362,7 +362,7 @@ def _list_passes(run: RunShape, stage: int, weights: dict[str, int]) -> Iterator
     """Yield (phase, bytes of its model, bytes that the pass needs) of the forward passes before an update, in order.
 
     Args:
-        weights: those of the actor.
+        weights: the actor's.
     """
     objective, stages = run.objective, run.actor.plan.layout.pp
     assert run.cfg.rl_config is not None and objective is not None
@@ -577,7 +577,7 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     tokens /= config.context_parallel_size
     hidden = model_config.hidden_size / (tp if config.sequence_parallel else 1)
     heads, sparse, linear = model_config.num_attention_heads, model_config.sparse_attention, model_config.linear_attention
-    # each context-parallel rank has those of all tokens
+    # each context-parallel rank has the activations of all tokens
     index = 0.0 if sparse is None else config.context_parallel_size * sparse.count_saved(itemsize)
     is_linear = linear is not None and layer in linear.layers
     if is_linear and not model_config.multi_latent_attention:

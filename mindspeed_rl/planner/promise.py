@@ -107,7 +107,7 @@ class Promise:
 
     @property
     def disk(self) -> int:
-        """Most bytes of checkpoints at a time; those of a device's optimizer file are not in it."""
+        """Most bytes of checkpoints at a time, without a device's optimizer file."""
         host, actor = self.memory.host, self.run.config.actor_config
         if host is None or not actor.save:
             return 0

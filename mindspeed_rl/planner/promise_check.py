@@ -141,7 +141,7 @@ def _find_eager(name: str, medians: _Medians, assumed: Assumed) -> Iterator[str]
 
 
 def _find_slow_rank(name: str, medians: _Medians, assumed: Assumed) -> Iterator[str]:
-    """Yield the worker whose own work in the phase takes longer than that of the others."""
+    """Yield the worker whose own work in the phase takes longer than the other workers' work."""
     # in an update all ranks end together; a pass without a step shows which one is late
     names = (name, *(timer for timer in _PASSES if name in (*_PASSES, "all")))
     ratios = {timer: medians.get(f"imbalance/{timer}", 0.0) for timer in names}

@@ -61,7 +61,7 @@ _MIN_FIGURES, _MIN_SPREAD = 3, 1.1
 _SHARED = ("layer_s", "graph_layer_s", "phase_s", "collective_s", "push", "push_tensor_s", "push_s", "host", "host_adamw")
 #: constants of a training engine
 _TRAINING = ("train", "pass_s", "expert_pass_s")
-#: weight of a constant's distance to its prior, as a fraction of that of a figure's error
+#: weight of a constant's distance to its prior, as a fraction of the weight of a figure's error
 _PRIOR_WEIGHT = 0.1
 
 
@@ -150,7 +150,7 @@ def _read_shape(text: str) -> RunShape:
 
 
 def _find_seconds(record: Mapping[str, Any], shape: RunShape) -> dict[str, float]:
-    """Return the published seconds; those of an iteration from the throughput of a card where only this is published."""
+    """Return the published seconds; for an iteration computed from the throughput of a card where only this is published."""
     if "seconds" in record:
         return record["seconds"]
     generate = shape.generate
@@ -240,7 +240,7 @@ def leave_one_out(runs: Sequence[PublishedRun]) -> Iterator[LeftOut]:
 
 
 def summarize_errors(left_out: Sequence[LeftOut]) -> dict[str, PhaseError]:
-    """Return the error of each phase, over both engines; that of iterations is "all".
+    """Return the error of each phase, over both engines; the error of iterations is "all".
 
     A run with phases only counts for "all" by their sum.
     """

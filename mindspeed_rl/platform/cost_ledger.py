@@ -90,7 +90,7 @@ class CostLedger(TorchDispatchMode):
             self.peak_bytes[phase] = max(self.peak_bytes.get(phase, 0), peak)
         device.reset_peak_memory()
 
-    # ------------------------------------------------------------------ waits that are no operators
+    # ------------------------------------------------------------------ waits that are not operators
 
     def __enter__(self) -> CostLedger:
         if self._kind != _HOST:

@@ -419,7 +419,7 @@ class _Reader:
         """Yield the slices in a parameter whose rows and columns are in any order.
 
         Raises:
-            RuntimeError: the elements of a tensor are no lines, so that their positions could not be proven.
+            RuntimeError: the elements of a tensor are not lines, so that their positions could not be proven.
         """
         shape = indexes["tensor"].shape
         for plane in range(shape[0]) if len(shape) == 3 else [None]:

@@ -39,7 +39,7 @@ class RowSources:
         return [] if part is None else [(part, rows.reshape(flatten(tuple(rows.shape)))[relative_index(part, own)])]
 
     def forget_merged(self) -> None:
-        """Do nothing: the rows are those of the model."""
+        """Do nothing: the stream has the model's rows."""
 
 
 class ShardStream(WeightSource):

@@ -41,7 +41,7 @@ class _Window:
 class Sources:
     """Slices of HF tensors from this rank's shards, with low-rank adapters merged.
 
-    What is no view of a weight (one with its adapter, or with halves in another order) is computed when it is read and cached
+    What is not a view of a weight (with its adapter, or with halves in another order) is computed when it is read and cached
     until another one is, so memory grows by one weight of the rank.
     """
 

@@ -30,7 +30,7 @@ from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.resharding.bit_sums import sum_groups
 from mindspeed_rl.resharding.layouts import full_slice
 
-#: fingerprint of a shard that a rank does not have, in the row of the largest and in that of the inverted smallest
+#: fingerprint of a shard that a rank does not have, in the rows of the largest and of the inverted smallest
 _ABSENT = torch.iinfo(torch.int64).min
 #: weights, sides of one weight and ranks of one side that an error names
 _NAMED_WEIGHTS, _NAMED_SIDES, _NAMED_RANKS = 5, 4, 8

@@ -1,6 +1,6 @@
 """Rewards: scorers, the registry that names them, and the pool of killable processes that runs them.
 
-Importing this package loads the registry alone. A scorer is a function; its parameters (filled by name) and its return values
+Importing this package loads only the registry. A scorer is a function; its parameters (filled by name) and its return values
 are described in `scorer.py`. A new built-in scorer is one function and one line below; your own is
 `module:function`, or a file in `external_plugins` that calls `register` (or assigns to `REWARDS`).
 """

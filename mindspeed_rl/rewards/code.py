@@ -133,7 +133,7 @@ def _read_json_lines(inputs: list[str], outputs: list[Any]) -> dict[str, list[An
     """Return inputs and outputs of calls that are written as JSON text, one argument per line.
 
     Raises:
-        ValueError: a text is no JSON.
+        ValueError: a text is not JSON.
     """
     try:
         arguments = [[json.loads(line) for line in given.split("\n") if line.strip()] for given in inputs]
@@ -159,7 +159,7 @@ def _read_harness() -> str:
 
 
 def _run_harness(program: str, deadline: float, **job: object) -> tuple[object, SandboxResult | None]:
-    """Run a job of `harness.py`; return its result, None where it wrote none, and that of the process."""
+    """Run a job of `harness.py`; return its result, None where it wrote none, and the result of the process."""
     source = program.encode("utf-8", "replace")
     result = _run(_read_harness(), len(source).to_bytes(8, "big") + source + json.dumps(job).encode(), deadline)
     return (None if result is None or result.timed_out else _parse_json(result.output)), result

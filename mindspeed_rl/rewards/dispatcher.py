@@ -165,12 +165,12 @@ def _split_into_jobs(batch: Batch, kinds: Sequence[Kind], num_workers: int) -> l
     return [_Job(batch, functions, rows[i : i + size]) for functions, size in job_sizes for i in range(0, len(rows), size)]
 
 
-def _split_open_calls(job: _Job, *, alone: bool) -> list[_Job]:
-    """Return jobs for the open calls of a job; with `alone` one for each sample, so that the next crash names its sample."""
+def _split_open_calls(job: _Job, *, by_sample: bool) -> list[_Job]:
+    """Return jobs for the open calls of a job; with `by_sample` one for each sample, so that a further crash names it."""
     row_functions: dict[int, list[int]] = {}
     for row, function in job.open:
         row_functions.setdefault(row, []).append(function)
-    untouched = [] if alone else [row for row, functions in row_functions.items() if functions == job.functions]
+    untouched = [] if by_sample else [row for row, functions in row_functions.items() if functions == job.functions]
     jobs = [_Job(job.batch, functions, [row], job.attempt) for row, functions in row_functions.items() if row not in untouched]
     return jobs + ([_Job(job.batch, job.functions, untouched, job.attempt)] if untouched else [])
 
@@ -267,7 +267,7 @@ class Dispatcher:
         if errors:
             self._error = errors[0]
             await self.close()
-            raise errors[0] or AssertionError("a slot ends by an error alone")
+            raise errors[0] or AssertionError("a slot ends only by an error")
 
     def _drop(self, batch: Batch) -> None:
         batch.dropped = True
@@ -373,7 +373,7 @@ class Dispatcher:
             for call in list(job.open) if batched else list(job.open)[:1]:
                 del job.open[call]
                 job.failed[call] = failure
-        self._finish(job, alone=concurrent)
+        self._finish(job, by_sample=concurrent)
 
     # Jobs
 
@@ -393,18 +393,18 @@ class Dispatcher:
     def _fail_unsendable(self, job: _Job, reason: str) -> None:
         """Find the sample that cannot be sent among the job's rows and fail only that one."""
         if len(job.rows) > 1 and not self.kinds[job.functions[0]].batched:
-            self._jobs.extendleft(_split_open_calls(job, alone=True))
+            self._jobs.extendleft(_split_open_calls(job, by_sample=True))
             self._notify()
             return
         failure: _Failure = ("failed", reason)
         job.failed, job.open, job.attempt = dict.fromkeys(job.open, failure), {}, 1
         self._finish(job)
 
-    def _finish(self, job: _Job, alone: bool = False) -> None:
+    def _finish(self, job: _Job, by_sample: bool = False) -> None:
         """Queue the open calls of a job again, and under the policy "retry" the failed ones; record the other failures."""
         if job.batch.dropped:
             return
-        self._jobs.extendleft(_split_open_calls(job, alone=alone))
+        self._jobs.extendleft(_split_open_calls(job, by_sample=by_sample))
         if self._settings.reward_failure_policy != "retry" or job.attempt > 0:
             for call, failure in job.failed.items():
                 job.batch.settle(call, None, failure)

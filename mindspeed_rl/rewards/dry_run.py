@@ -76,7 +76,7 @@ def dry_run_reward_functions(
     """Load plug-ins and reward functions in a process of their own, and read the parameters of the functions.
 
     Args:
-        env: variables that reward processes have in addition to those of this process.
+        env: variables that reward processes have in addition to this process's variables.
         trial: what functions that are not built in also score; classes, which may load a model, are left out.
         timeout_s: limit for loading.
     """

@@ -77,7 +77,7 @@ class RewardSettings:
         max_tokens: generation limit in tokens.
         reward_timeout_s: limit of one call of one scorer, for one sample (for one batch, if it scores batches).
         num_reward_workers: worker processes.
-        reward_memory_gib: memory that a worker and its children may use beyond that of an idle worker; None: no limit.
+        reward_memory_gib: memory that a worker and its children may use beyond an idle worker's; None: no limit.
         reward_failure_policy: a failed sample has total None ("drop"), is scored again and then has None ("retry"), or has
             total 0.0 ("zero").
         reward_failure_limit: fraction of failed samples (of the last 1024) above which scoring raises; 1.0 never raises.

@@ -87,7 +87,7 @@ class Scorer:
         parameters = inspect.signature(instance).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        # an instance is no coroutine function, but its __call__ may be one
+        # an instance is not a coroutine function, but its __call__ may be one
         called = instance if inspect.isroutine(instance) else type(instance).__call__
         return cls(
             name=name,

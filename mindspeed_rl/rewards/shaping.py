@@ -21,7 +21,7 @@ def cosine(response: str, solution: object, response_ids: list[int], settings: R
     """Interpolate by length: long right answers are worth less than short ones, long wrong answers more.
 
     v_max + (v_min - v_max) / 2 * (1 + cos(pi * min(n, N) / N)), arXiv:2502.03373; N is `cosine_max_len`, by default the
-    generation limit. Longer responses count as N (the formula alone would rise again).
+    generation limit. Longer responses count as N (the plain formula would rise again).
     """
     limit = settings.cosine_max_len or settings.max_tokens
     if accuracy(response, solution, prompt) >= 1.0:

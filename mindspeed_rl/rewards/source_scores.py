@@ -189,7 +189,7 @@ def slime_dapo(response: str, label: object) -> float:
     """Return 1.0 if the last "Answer:" of the last 300 characters is the whole number of the label, else -1.0.
 
     Raises:
-        ValueError: the label is no number.
+        ValueError: the label is not a number.
     """
     lines = _ANSWER.findall(response[-_TAIL:])
     expected = normalize_minerva(str(label))

@@ -21,7 +21,7 @@ _REGISTRIES = {"multi_turn_scheduler": "multi_turns", "environment": "envs"}
 
 
 def check_reward_functions(rl: RLConfig) -> list[str]:
-    """Return a sentence for each plug-in file that is no valid Python and each reward function that nothing defines.
+    """Return a sentence for each plug-in file that is not valid Python and each reward function that nothing defines.
 
     Where a plug-in may register names that cannot be read from its source, unknown names are accepted here.
     """

@@ -146,7 +146,7 @@ def json_format(response: str, schema: _Schema | str | None = None, prompt: str 
     """Return 1.0 if the response is JSON that satisfies the column `schema` (a JSON Schema, if there is one), else 0.0.
 
     The JSON is the content of <answer>..</answer>, else of the last block marked as JSON, else of the last unmarked block, else
-    the whole response. A thought before it does not count. NaN and Infinity are no JSON (RFC 8259), and true is not 1.
+    the whole response. A thought before it does not count. NaN and Infinity are not JSON (RFC 8259), and true is not 1.
 
     Raises:
         ValueError: the schema uses a keyword other than type, enum, const, required, properties, additionalProperties, items,
@@ -168,7 +168,7 @@ def json_format(response: str, schema: _Schema | str | None = None, prompt: str 
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 _Schema = Mapping[str, Any]

@@ -30,7 +30,7 @@ def add_trajectory_rewards(
 ) -> list[RewardResult]:
     """Return the results with the rewards of tools and environments as an additional part, where there are any.
 
-    A trajectory that was aborted, or has a reward that is no finite number, fails. A sample that failed before stays failed.
+    A trajectory that was aborted, or has a reward that is not a finite number, fails. A sample that failed before stays failed.
 
     Args:
         trajectories: metadata of each one; empty for a single response.
@@ -58,7 +58,7 @@ def add_trajectory_rewards(
 
 
 def read_part_weights(rl: RLConfig) -> dict[str, float]:
-    """Return the weight of every reward function, then those of a trajectory's rewards and of models, by part."""
+    """Return the weights of reward functions, then of a trajectory's rewards and of models, by part."""
     weights = dict(zip(*select_reward_functions(rl)))
     served = {} if rl.served_judge is None else {JUDGE_PART: rl.judge_weight}
     return weights | {TRAJECTORY_PART: rl.trajectory_reward_weight, MODEL_PART: rl.reward_model_weight} | served
@@ -84,7 +84,7 @@ def compute_reward_metrics(results: Sequence[RewardResult], *, group_size: int =
     `<name>_rewards/mean` and `/std` are over the samples that have the part, raw and without weight; `rewards/total_mean` over
     samples with a total. `rewards/groups_without_spread` is the fraction of groups whose scored samples all have one
     total, apart from penalties: they give no learning signal. Standard deviations divide by n - 1 and are 0.0 for one sample.
-    `judge_rewards/agreement_with_<name>`, and that of a reward model: see `_measure_agreement`.
+    `judge_rewards/agreement_with_<name>`, and a reward model's agreement: see `_measure_agreement`.
 
     Args:
         results: the samples of a group are adjacent.

@@ -129,7 +129,7 @@ class ModuleEngine:
         """Return the logits after the last of some tokens, [vocabulary] float32 on the host, and the cache with them.
 
         Args:
-            token_ids: the tokens after those of the cache.
+            token_ids: the tokens after the cached ones.
             cache: from an earlier call; None for the start of a sequence.
         """
         tokens = torch.tensor([list(token_ids)], device=self._device)

@@ -64,7 +64,7 @@ class EvaluationSampling:
         return "greedy" if self.temperature == 0.0 else "sampled"
 
     def apply(self, sampling: Sampling) -> Sampling:
-        """Return the parameters of a response, made of those of training."""
+        """Return the parameters of a response, made from the training parameters."""
         if self.temperature == 0.0:
             return Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
         return sampling if self.temperature is None else replace(sampling, temperature=self.temperature)

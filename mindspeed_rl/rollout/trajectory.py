@@ -243,7 +243,7 @@ def check_trajectory(trajectory: Trajectory, num_ids: int | None) -> None:
         num_ids: number of token ids that the model can read; None: they are not checked.
 
     Raises:
-        ValueError: a token id is not in the vocabulary, or a reward or a metric is no finite number.
+        ValueError: a token id is not in the vocabulary, or a reward or a metric is not a finite number.
     """
     if num_ids is not None:
         for sequence in trajectory.sequences:

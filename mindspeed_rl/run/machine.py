@@ -38,7 +38,7 @@ def list_machine_checks(run: Run) -> Iterator[Callable[[], object]]:
 
 
 def _check_platform(run: Run) -> None:
-    """Raise ValueError where this machine cannot have the devices; those of a cluster may be on other machines."""
+    """Raise ValueError where this machine cannot have the devices; a cluster's devices may be on other machines."""
     kind = platform_class(run.platform)
     if kind.ray_resource is None or run.num_nodes > 1 or os.environ.get("RAY_ADDRESS"):
         return
@@ -77,7 +77,9 @@ def _check_offload_folder(run: Run) -> None:
         if folder is None or run.num_nodes > 1 or os.environ.get("RAY_ADDRESS"):
             continue
         if not os.path.isdir(folder):
-            raise ValueError(f"{role}.optimizer_offload_path: {folder} is no folder on this machine; make it on a local disk")
+            raise ValueError(
+                f"{role}.optimizer_offload_path: {folder} is not a folder on this machine; make it on a local disk"
+            )
         if not os.access(folder, os.W_OK | os.X_OK):
             raise ValueError(f"{role}.optimizer_offload_path: this user may not write to {folder}")
 

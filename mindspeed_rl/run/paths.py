@@ -23,7 +23,7 @@ def with_absolute_paths(run: Run) -> Run:
     roles = [getattr(cfg, name) for name in ("megatron_training", *ROLE_GROUPS)]
     roles += [model.config for model in run.models.values()]
     # roles without a group of their own share the record of another
-    # a list of raw files and a name on a hub are no paths, and only the driver reads them
+    # a list of raw files and a name on a hub are not paths, and only the driver reads them
     data = [key for key in ("data_path", "eval_data_path") if cfg.is_supervised and key not in run.prepared]
     moved = {id(role): _move_role(role, data) for role in roles if role is not None}
     names = [name for name in ("megatron_training", *ROLE_GROUPS) if getattr(cfg, name) is not None]

@@ -140,7 +140,7 @@ class WorkerProcess:
         with heartbeat.doing("set_up: building models"), convert_memory_errors():
             self._worker = getattr(import_module(module), name)(*arguments, rank=self._rank)
         # these objects live as long as the process, so the garbage collector need not visit them again: in a process that
-        # is no copy these are 750,000 objects with Megatron and vLLM, and half a second for each full collection
+        # is not a copy these are 750,000 objects with Megatron and vLLM, and half a second for each full collection
         gc.collect()
         gc.freeze()
 

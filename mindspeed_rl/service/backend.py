@@ -360,7 +360,7 @@ class Backend(Protocol):
         ...
 
     async def forward_backward(self, model_id: str, data: Sequence[Datum], loss: LossCall, *, forward_only: bool) -> PassResult:
-        """Compute a loss, and add its gradient to that of earlier calls since the last step of this model.
+        """Compute a loss, and add its gradient to the gradient of this model's calls since its last step.
 
         The loss is a sum over tokens. `forward_only` adds no gradient. After an error the gradient is as before the call.
         """

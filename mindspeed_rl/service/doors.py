@@ -28,7 +28,7 @@ Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-#: bytes of all bodies that are being read at the same time, and of those of one tenant
+#: bytes of all bodies that are being read at the same time, and of one tenant's bodies
 _MAX_BYTES_AT_ONCE, _MAX_BYTES_OF_TENANT = 1 << 30, 1 << 28
 #: longest wait for the next part of a body, and longest time for which the rest of a body that is too long is read
 _MAX_SILENCE_S, _DROP_S = 60.0, 10.0

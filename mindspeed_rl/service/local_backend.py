@@ -129,7 +129,7 @@ class LocalBackend:
                 waiting.append(work)
 
     def _step(self, tenants: Tenants) -> None:
-        """Make a step of all samples; a failure is that of every call in the engine."""
+        """Make a step of all samples; a failure fails every call in the engine."""
         sampling = self._sampling
         try:
             for name, result in tenants.step_sampling():

@@ -298,7 +298,7 @@ def _write_batch(arrays: Sequence[Array]) -> Message:
 
 @dataclass(frozen=True)
 class Targets:
-    """The layout in which log-probs of targets are returned: that of the request.
+    """The layout in which log-probs of targets are returned: the request's layout.
 
     Attributes:
         shape: rows and columns.

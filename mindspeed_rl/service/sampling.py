@@ -90,7 +90,7 @@ class SamplingEngine(VllmEngine):
                 temperature=call.temperature,
                 top_p=call.top_p,
                 top_k=call.top_k,
-                # a call for the prompt alone makes a token that is left out
+                # a call for only the prompt makes a token that is left out
                 max_tokens=max(1, max_len - len(call.prompt) if call.max_tokens is None else call.max_tokens),
                 stop_token_ids=[*call.stop_tokens, *(end_tokens if call.ends_at_eos else ())],
                 ignore_eos=True,  # only stop_token_ids end a sample

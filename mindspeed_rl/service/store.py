@@ -24,7 +24,7 @@ class Session:
     """A client of a tenant.
 
     Attributes:
-        id: random, and no secret: its tenant alone can use it.
+        id: random, and no secret: only its tenant can use it.
         tenant: owner of the API key.
         user_metadata, display_name, tags, project_id: the client's.
         created_s: time of its creation.

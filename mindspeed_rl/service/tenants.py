@@ -1,7 +1,7 @@
 """Models of many clients on one base: one training engine and one rollout engine in this process.
 
 Each model is an adapter with the state of its own AdamW. A pass fills the slot of the training engine with one model's matrices
-and computes the rows of that model alone, so that its gradients, weights and samples have the bits that they have without the
+and computes only the rows of that model, so that its gradients, weights and samples have the bits that they have without the
 others. The gradient of a model is the float32 sum of its passes since its last step.
 
 Importing this imports Megatron and vLLM: `service.opening` prepares the process first.
@@ -55,7 +55,7 @@ from mindspeed_rl.service.sampling import SamplingEngine
 from mindspeed_rl.workers.roles import Role, build_micro_batching, build_pass_settings
 from mindspeed_rl.workers.rollout_replica import RolloutReplica, build_vllm
 
-#: matrices of the output layer, next to those of the slot
+#: matrices of the output layer, next to the slot's matrices
 _HEAD_A, _HEAD_B = "lm_head.lora_A", "lm_head.lora_B"
 
 
@@ -260,7 +260,7 @@ class Tenants:
         check_data(data, loss, self.capabilities)
         rows, num_targets = _build_rows(data)
         self._fill_slot(model_id, model)
-        # leaves of this pass alone: a failed one leaves nothing behind
+        # leaves of only this pass: a failed one leaves nothing behind
         head = [model.matrices[name].detach().requires_grad_(not forward_only) for name in (_HEAD_A, _HEAD_B)
                 if name in model.matrices]  # fmt: skip
         outputs = _CallHead(*(head or (None, None)), scale=model.settings.scale, num_targets=num_targets)

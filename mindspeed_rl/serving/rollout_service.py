@@ -27,7 +27,7 @@ _MAX_WAIT_S = 60.0
 #: reasons of the end of a response
 FINISHES: tuple[Finish, ...] = get_args(Finish)
 
-#: tokens of a call whose requests are read in the event loop; those of a larger one are read in a thread
+#: tokens of a call whose requests are read in the event loop; larger calls are read in a thread
 _MAX_TOKENS_IN_LOOP = 2_000_000
 #: calls of clients, which are the routes of the HTTP server: of this class, and of the engine
 _OWN_CALLS = ("describe", "submit", "news", "drop", "health", "list_missing")

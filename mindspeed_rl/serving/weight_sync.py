@@ -192,7 +192,7 @@ class WeightSync:
         return num_proven
 
     async def _check_health(self, names: Sequence[str]) -> None:
-        """Remove those of the servers that do not answer."""
+        """Remove the servers that do not answer."""
         await asyncio.gather(*(self._pool.call(name, "health") for name in names), return_exceptions=True)
 
     # a coroutine, because the pool belongs to the loop's thread

@@ -1,6 +1,6 @@
 """Tools for agents: the tools of a run's tool file, the parsers that read calls from a turn, and environments.
 
-`interface.py` is the interface for agent loops. Importing this package loads the registries alone. A new built-in tool is one
+`interface.py` is the interface for agent loops. Importing this package loads only the registries. A new built-in tool is one
 class and one line below; your own is a function or a class in the tool file.
 """
 

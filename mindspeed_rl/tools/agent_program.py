@@ -233,7 +233,7 @@ class AgentProgram:
             try:
                 value = reply.read_json()
             except ValueError:
-                raise ProgramError(f"the reply of {shown} is no JSON: {reply.text[:200]!r}") from None
+                raise ProgramError(f"the reply of {shown} is not JSON: {reply.text[:200]!r}") from None
             return _read_report(value, f"the reply of {shown}")
 
         headers, timeout_s = {"content-type": "application/json"}, self._keys.timeout_s
@@ -285,7 +285,7 @@ def _fill(words: Sequence[str], values: Mapping[str, Any], where: str) -> list[s
 
 
 def _read_result(folder: Path, output: str) -> ProgramResult:
-    """Return the result of a command: that of its file AGENT_RESULT, or of its last line where that is JSON with a reward.
+    """Return the result of a command from its file AGENT_RESULT, or from its last line if that is JSON with a reward.
 
     Args:
         folder: of the sample.
@@ -302,7 +302,7 @@ def _read_result(folder: Path, output: str) -> ProgramResult:
     except FileRefusedError as error:
         raise ProgramError(f"AGENT_RESULT: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ProgramError(f"AGENT_RESULT is no JSON: {str(error)[:_MAX_REASON]}") from None
+        raise ProgramError(f"AGENT_RESULT is not JSON: {str(error)[:_MAX_REASON]}") from None
     return _read_report(value if isinstance(value, dict) else {"reward": value}, "AGENT_RESULT", output)
 
 

@@ -68,7 +68,7 @@ def compute(expression: str) -> str:
     """Return the value of an expression as text: integers exactly, others with twelve digits.
 
     Raises:
-        ToolError: it is no arithmetic, has no value, or is too large.
+        ToolError: it is not arithmetic, has no value, or is too large.
     """
     # models write powers and products as people do
     text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
@@ -113,12 +113,12 @@ def _evaluate(node: ast.expr, depth: int) -> _Number:
         if node.func.id == "round" and len(values) == 2:
             values[1] = int(values[1])
         return _check_size(_FUNCTIONS[node.func.id](*values))
-    raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic; functions are {', '.join(_FUNCTIONS)}")
+    raise ValueError(f"{ast.unparse(node)[:80]!r} is not arithmetic; functions are {', '.join(_FUNCTIONS)}")
 
 
 def _check_size(value: object) -> _Number:
     if isinstance(value, complex):
-        raise ValueError("the result is no real number")
+        raise ValueError("the result is not a real number")
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise OverflowError
     if isinstance(value, float) and not math.isfinite(value):

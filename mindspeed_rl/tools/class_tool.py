@@ -101,7 +101,7 @@ class ClassTool(PythonTool):
         is_async = inspect.iscoroutinefunction(user_class.execute)
         self.run_in: RunIn = run_in or ("loop" if is_async else "thread")
         if self.run_in == "loop" and not is_async:
-            raise ValueError(f"{where}: run_in is 'loop', but {target}.execute is no coroutine function")
+            raise ValueError(f"{where}: run_in is 'loop', but {target}.execute is not a coroutine function")
         if self.run_in == "thread" and is_async:
             raise ValueError(f"{where}: run_in is 'thread', but {target}.execute is a coroutine function")
         self.modules = (target.partition(":")[0], __name__) if self.run_in == "process" else ()

@@ -140,7 +140,7 @@ class RolesEnvironment(Protocol):
 
         Returns:
             Rewards of roles by name, each of the last turn that the role has taken; the next role, None at the end; and the
-            messages that it reads before its turn: those of its prompt where it has not spoken yet.
+            messages that it reads before its turn: its prompt's where it has not spoken yet.
         """
         ...
 

@@ -17,7 +17,7 @@ JsonObject = dict[str, Any]
 """A function schema, a message, a row of a data set."""
 
 Problem = Literal[
-    "broken_call",  # the text is no valid call
+    "broken_call",  # the text is not a valid call
     "unknown_tool",
     "bad_arguments",  # they do not match the tool's schema
     "too_many_calls",  # more in the turn than max_parallel_calls, or in the trajectory than max_tool_calls
@@ -30,7 +30,7 @@ Problem = Literal[
 
 @dataclass(frozen=True)
 class ToolCall(conversation.ToolCall):
-    """A call with an id; the base class is that of a conversation, which chat templates can render.
+    """A call with an id; the base class is a conversation's call, which chat templates can render.
 
     Attributes:
         id: unique within a turn; MCP servers and verl's tools require one.

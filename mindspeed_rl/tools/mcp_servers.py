@@ -237,7 +237,7 @@ class _Connection:
                 await self._reset(client)
                 raise ToolError(f"the server {self._server.name} has ended", "crashed") from None
             raise ToolError(error.message) from None
-        except ValueError as error:  # of a reply that is no result; calls of other samples go on
+        except ValueError as error:  # of a reply that is not a result; calls of other samples go on
             raise ToolError(f"the server {self._server.name} sent a wrong reply: {_describe(error)}") from None
         except Exception as error:  # noqa: BLE001 (the library raises many types, and groups of them)
             await self._reset_if_silent(client)
@@ -349,7 +349,7 @@ def _read_servers_file(path: str, where: str) -> JsonObject:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}.mcp_servers_config_path: '{path}' has no servers under mcpServers: {error}") from None
     if not isinstance(servers, dict):
-        raise ValueError(f"{where}.mcp_servers_config_path: mcpServers of '{path}' is no mapping")
+        raise ValueError(f"{where}.mcp_servers_config_path: mcpServers of '{path}' is not a mapping")
     return servers
 
 

@@ -34,7 +34,7 @@ def build_tool_pool(
     Args:
         modules: imported before the first process is forked.
         memory_bytes: limit of a process beyond its initial memory.
-        environment: variables of the processes; None for those of this process.
+        environment: variables of the processes; None for this process's variables.
     """
     worker = f"{__name__}:{run_worker.__name__}"
     return WorkerPool(worker, modules, owner="the tool", memory_bytes=memory_bytes, environment=environment)

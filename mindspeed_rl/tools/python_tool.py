@@ -81,7 +81,7 @@ class FunctionTool(PythonTool):
         is_async = inspect.iscoroutinefunction(function)
         self.run_in: RunIn = run_in or ("loop" if is_async else "process")
         if self.run_in != "process" and is_async != (self.run_in == "loop"):
-            kind = "a coroutine function, which runs in the loop or in a process" if is_async else "no coroutine function"
+            kind = "a coroutine function, which runs in the loop or in a process" if is_async else "not a coroutine function"
             raise ValueError(f"{where}: run_in is {self.run_in!r}, but {target} is {kind}")
         self.modules = (target.partition(":")[0],) if self.run_in == "process" else ()
         self._target, self._function = target, function

@@ -15,7 +15,7 @@ MAX_FILE_BYTES = 16 << 20
 
 
 class SandboxError(ToolError):
-    """A sandbox or its provider failed; a command that fails is no such error. The text shows no password of an address."""
+    """A sandbox or its provider failed; a command that fails is not such an error. The text shows no password of an address."""
 
     def __init__(self, text: str, problem: Problem = "failed") -> None:
         super().__init__(hide_in_text(text), problem)

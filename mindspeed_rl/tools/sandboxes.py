@@ -252,7 +252,7 @@ class _E2b(_Service):
     def __init__(self, options: OptionReader, where: str) -> None:
         super().__init__(options, where)
         self.template = options.read_text("template", "base")
-        #: {id} is that of a sandbox
+        #: {id} is a sandbox's id
         self.sandbox_url = options.read_text("sandbox_url", "https://49983-{id}.e2b.app") or ""
 
     async def start(self, snapshot: str = "") -> Sandbox:

@@ -36,7 +36,7 @@ def validate_schema(value: object, where: str) -> JsonObject:
         where: prefix of errors.
 
     Raises:
-        ValueError: its name is invalid, it is too large, or its parameters are no JSON schema of an object, or one that refers
+        ValueError: its name is invalid, it is too large, its parameters are not a JSON schema of an object, or one that refers
             to another document.
     """
     if not isinstance(value, Mapping):
@@ -57,7 +57,7 @@ def validate_schema(value: object, where: str) -> JsonObject:
     except (SchemaError, RecursionError, OverflowError) as error:
         text = error.message if isinstance(error, SchemaError) else str(error)
         reason = "nested too deeply" if isinstance(error, RecursionError) else text[:300]
-        raise ValueError(f"{where}: the parameters of {name!r} are no JSON schema: {reason}") from None
+        raise ValueError(f"{where}: the parameters of {name!r} are not a JSON schema: {reason}") from None
     for node in _walk(parameters):
         if isinstance(node, Mapping) and isinstance(target := node.get("$ref"), str) and not target.startswith("#"):
             raise ValueError(f"{where}: the parameters of {name!r} refer to {target[:120]!r}, but must not leave the schema")
@@ -121,7 +121,7 @@ def find_problem(parameters: JsonObject, arguments: Mapping[str, object]) -> str
     except ArithmeticError as wrong:  # a number that no float can have
         return f"the arguments cannot be checked against the schema of the tool: {wrong}"
     except re.error as wrong:
-        return f"the schema of the tool has a pattern that is no regular expression: {str(wrong)[:_MAX_VALUE_LENGTH]}"
+        return f"the schema of the tool has a pattern that is not a regular expression: {str(wrong)[:_MAX_VALUE_LENGTH]}"
     if error is None:
         return None
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path).lstrip(".")

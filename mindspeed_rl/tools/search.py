@@ -123,7 +123,7 @@ class _Corpus:
             text_key: None for text, contents, content, passage or document.
 
         Raises:
-            ValueError: a line is no JSON object, or has no text; the message has file and line.
+            ValueError: a line is not a JSON object, or has no text; the message has file and line.
         """
         documents = []
         for file in files:
@@ -145,9 +145,9 @@ def _read_document(line: str, title_key: str | None, text_key: str | None, locat
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{location} is no JSON: {error}") from None
+        raise ValueError(f"{location} is not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{location} is no JSON object")
+        raise ValueError(f"{location} is not a JSON object")
     text = row.get(text_key) if text_key else next((row[key] for key in _TEXTS if isinstance(row.get(key), str)), None)
     if not isinstance(text, str):
         raise ValueError(f"{location} has no text under {text_key or ', '.join(_TEXTS)}; but {', '.join(row)} (see text_key)")

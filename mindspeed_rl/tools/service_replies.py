@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from mindspeed_rl.tools.interface import JsonObject
 from mindspeed_rl.tools.sandbox_interface import SandboxError
 
-#: bytes of a reply that may consist of values alone; a larger one has long texts
+#: bytes of a reply that may consist of only values; a larger one has long texts
 _MAX_VALUE_BYTES, _MAX_VALUES = 4 << 20, 2_000_000
 _HEADER = struct.Struct(">BI")
 _LAST_FRAME = 2
@@ -38,9 +38,9 @@ def parse_object(body: bytes | memoryview, url: str) -> JsonObject:
     except RecursionError:
         raise SandboxError(f"the reply of {url} is nested too deeply") from None
     except ValueError:
-        raise SandboxError(f"the reply of {url} is no JSON: {data[:200]!r}") from None
+        raise SandboxError(f"the reply of {url} is not JSON: {data[:200]!r}") from None
     if not isinstance(value, dict):
-        raise SandboxError(f"the reply of {url} is no object: {data[:200]!r}")
+        raise SandboxError(f"the reply of {url} is not an object: {data[:200]!r}")
     return value
 
 
@@ -82,7 +82,7 @@ def decode_base64(text: str, url: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise SandboxError(f"the reply of {url}: {text[:80]!r} is no base64") from None
+        raise SandboxError(f"the reply of {url}: {text[:80]!r} is not base64") from None
 
 
 def _split_frames(body: bytes, url: str) -> Iterator[tuple[int, memoryview]]:

@@ -24,7 +24,7 @@ _IGNORED_OPTIONS: AcceptedOptions = {"create_kwargs": None, "calc_reward_kwargs"
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a call; the fields are those of `ToolReply`."""
+    """Result of a call, with the fields of `ToolReply`."""
 
     text: str
     reward: float | None = None

@@ -67,7 +67,7 @@ def read_tools(spec: str, timeout_s: float = CallSettings.timeout_s) -> list[_To
         timeout_s: default for calls.
 
     Raises:
-        ConfigError: there is no such file, it is no YAML, or entries are wrong; one sentence for each error.
+        ConfigError: there is no such file, it is not YAML, or entries are wrong; one sentence for each error.
     """
     path = Path(spec)
     if not spec.endswith((".yaml", ".yml")) and not path.is_file():

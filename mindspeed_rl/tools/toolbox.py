@@ -37,7 +37,7 @@ _MAX_INLINE_CHARACTERS = 1 << 14
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Limits of the run file for calls; 0 is no limit.
+    """Limits of the run file for calls; 0 means no limit.
 
     Attributes:
         max_calls: in a trajectory (max_tool_calls).
@@ -242,7 +242,7 @@ class Tools:
 
     async def _call(self, call: ToolCall | BrokenCall) -> ToolResult:
         if isinstance(call, BrokenCall):
-            raise ToolError(f"this is no valid call: {call.problem}", "broken_call")
+            raise ToolError(f"this is not a valid call: {call.problem}", "broken_call")
         function = self._functions.get(call.name)
         if function is None:
             hint = registry.did_you_mean(call.name, self._functions)

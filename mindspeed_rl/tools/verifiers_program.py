@@ -58,8 +58,8 @@ class VerifiersProgram:
         target: "verifiers:NAME".
         arguments: of the environment's load_environment.
         python: an interpreter that has the library; None for this one.
-        folders: with modules of the user, after those of the interpreter's PYTHONPATH.
-        variables: environment variables in addition to those of `select_variables`; ${NAME} is one of this process.
+        folders: with modules of the user, after the folders of the interpreter's PYTHONPATH.
+        variables: environment variables in addition to `select_variables`; ${NAME} is one of this process.
 
     Raises:
         ValueError: the target has no name, there is no such interpreter, or a variable is not set.
@@ -184,7 +184,7 @@ class VerifiersProgram:
         except RecursionError:
             raise ValueError("a message that is nested too deeply") from None
         if not isinstance(message, dict):
-            raise ValueError(f"a message that is no object: {line[:200]!r}")
+            raise ValueError(f"a message that is not an object: {line[:200]!r}")
         return message
 
     async def _read(self) -> None:

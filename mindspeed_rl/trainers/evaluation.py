@@ -202,7 +202,7 @@ class Evaluator:
         return interleave(replicas, len(items) * sampling.num_samples)
 
     def score_trajectories(self, items: Sequence[PromptItem], trajectories: Sequence[Trajectory]) -> list[RewardResult]:
-        """Return the rewards of responses to the prompts, as the run scores its rollouts, with those of models."""
+        """Return the rewards of responses to the prompts, as the run scores its rollouts, reward models included."""
         results = self._rewards.score_now(list(items), list(trajectories))
         return self._model_rewards.add(results, items, [trajectory.token_ids for trajectory in trajectories])
 

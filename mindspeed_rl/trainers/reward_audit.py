@@ -151,7 +151,7 @@ class RewardAuditor:
 def select_audit_items(
     run: Run, audit_prompts: PromptDataset | None, held_out: PromptDataset | None, eval_sets: Mapping[str, PromptDataset]
 ) -> list[PromptItem]:
-    """Return the prompts of the audit: its own, else those of the evaluation."""
+    """Return the prompts of the audit: its own, else the evaluation's."""
     if not run.config.audit.has_check:
         return []
     prompts = next(each for each in (audit_prompts, held_out, *eval_sets.values()) if each is not None)

@@ -119,7 +119,7 @@ class RLInputs:
         judge: requests to the judge that the run serves; None without one.
         images: a line with the tokens of images; empty for a model of text.
         eval_sets: further held-out prompts, by name.
-        audit_prompts: prompts of the audit; None where they are those of the evaluation.
+        audit_prompts: prompts of the audit; None where it uses the evaluation's.
     """
 
     run: Run

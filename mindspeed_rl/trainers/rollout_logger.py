@@ -65,7 +65,7 @@ class _CompletionWriter:
 
 
 def _link(link: Path, path: Path) -> None:
-    """Make a link to a file, in place of a link to that of an earlier run; a file of this name stays."""
+    """Make a link to a file, in place of a link to an earlier run's file; a file of this name stays."""
     if os.path.realpath(link) == os.path.realpath(path) or (link.exists() and not link.is_symlink()):
         return
     with contextlib.suppress(OSError):  # a disk without links; the file itself is written

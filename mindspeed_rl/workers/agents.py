@@ -285,7 +285,7 @@ class LengthOrder:
 
 
 def build_item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, evaluation: EvaluationSampling) -> list[Task]:
-    """Return the tasks of an evaluation, those of a prompt adjacent; seeds are those of `mindspeed-rl evaluate`."""
+    """Return the tasks of an evaluation, a prompt's adjacent, with the seeds of `mindspeed-rl evaluate`."""
     sampling = evaluation.apply(sampling)
     return [
         Task(

@@ -163,7 +163,7 @@ class RolloutReplica:
             plane: where `generate` takes its prompts; None where it is not called.
             tokenizer: tokenizer of the actor.
             run_id: unique to the run and equal on all its ranks.
-            build: builds the engine; None for that of `generate_config.engine`.
+            build: builds the engine; None for the one of `generate_config.engine`.
         """
         config, actor = run.generate, run.models["actor"]
         sampling = build_sampling(config.sampling_config, actor.source.hf_folder, tokenizer)

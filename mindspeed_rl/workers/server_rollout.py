@@ -187,7 +187,7 @@ class ServerRollout:
             self._writer,
             lambda: self._plane.get(Phases.GENERATE.consumer, columns, indexes=indexes, timeout_s=run.deadlines.rows_s),
         )
-        # evaluations have used the servers too, and are no part of the rollout
+        # evaluations have used the servers too, and are not part of the rollout
         pool.drain_busy()
         tasks = build_row_tasks(run, batch, indexes, rollout_index, self.sampling)
         order = self._order.arrange(tasks)

@@ -57,7 +57,7 @@ class _Judged:
 def _read_id(name: str) -> int:
     # as JSON has it; int would also take " 1_0"
     if not (name.isascii() and name.isdigit() and len(name) < 11 and int(name) < 1 << 31):
-        raise ValueError(f"{name[:40]!r} is no token id")
+        raise ValueError(f"{name[:40]!r} is not a token id")
     return int(name)
 
 
@@ -67,7 +67,7 @@ def _read_log_prob(value: Any) -> float:
         return -math.inf
     # no comparison holds for NaN
     if type(value) not in (int, float) or not value <= _MAX_LOG_PROB:
-        raise ValueError(f"{str(value)[:40]} is no log-prob")
+        raise ValueError(f"{str(value)[:40]} is not a log-prob")
     return float(value)
 
 

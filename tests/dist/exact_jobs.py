@@ -108,7 +108,7 @@ def count_differences(
         infer_tp: tensor-parallel ranks of the engine.
 
     Returns:
-        Of each round the number of tokens, and for each shape of micro-batches that of log-probs whose bits differ; without
+        Of each round the number of tokens, and for each shape of micro-batches the number of log-probs with other bits; without
         log-probs on ranks that are not of the last pipeline stage.
     """
     os.environ[EXACT_VARIABLE] = str(max(infer_tp, keys.get("tensor_model_parallel_size", 1)))

@@ -42,7 +42,7 @@ def _objective(**keys: Any) -> Objective:
     return build_objective(RLConfig(**_COMMON | keys), "ray_grpo", max_response_length=20)
 
 
-#: bounds that are no width of a clipped ratio: an absolute cap, a difference of probabilities, a KL
+#: bounds that are not a width of a clipped ratio: an absolute cap, a difference of probabilities, a KL
 _HIGH = {"cispo_cap": 5.0, "dppo_tv": 0.01, "dppo_kl": 0.002}
 #: the update made in each step
 UPDATES = [

@@ -179,7 +179,7 @@ class OwnRewards:
 
 
 class OwnFleet:
-    """The fleet of a run whose driver is on every rank: a phase is that of the own worker.
+    """The fleet of a run whose driver is on every rank: a phase is the own worker's.
 
     Attributes:
         records: one of each iteration.

@@ -356,7 +356,7 @@ class ProductRun:
         return "; ".join(reason for reason, names in reasons.items() if names <= self.names)
 
     def check_prompts(self, columns: Mapping[str, Any], iteration: int) -> None:
-        """Prompts are those of their rows, cut where they are too long; with a curriculum those of a large pass rate first."""
+        """Prompts come from their rows, cut where they are too long; with a curriculum, large pass rates come first."""
         path = Path(self.written["megatron_training"]["data_path"])
         names = ("question", "answer") if "renamed_columns" in self.names else ("prompt", "labels")
         rows = {row["rate"]: [row[name] for name in names] for row in map(json.loads, path.read_text().splitlines())}
@@ -377,7 +377,7 @@ class ProductRun:
         return int(metrics["iteration"]) - 1
 
     def check_reward(self, row: Row, reward: float, columns: Mapping[str, Any], index: int) -> None:
-        """The total reward is that of the tokens."""
+        """The total reward follows from the tokens."""
         response = row.response
         expected = product_rewards.even(response) + 0.5 * product_rewards.low(response)
         parts = columns["reward_results"][index].parts
@@ -535,7 +535,7 @@ def make_folders(root: Path) -> dict[str, dict[str, str]]:
         }
         for index in range(_NUM_PROMPTS)
     ]
-    # the names of the plain columns are those of others
+    # the plain columns have other columns' names
     renamed = [
         {"question": row["prompt"], "answer": row["labels"], "rate": row["rate"], "prompt": "other=", "labels": "other"}
         for row in rows
@@ -590,7 +590,7 @@ class Rules:
         self._known: dict[frozenset[str], str] = {}
 
     def refusal(self, names: frozenset[str]) -> str:
-        """Why a set of ingredients is no run; empty for a run."""
+        """Why a set of ingredients is not a run; empty for a run."""
         if names not in self._known:
             run = ProductRun(names, 1, plain_objective())
             try:
@@ -675,7 +675,7 @@ def cover(
 def _extend(
     rules: Rules, pairs: Mapping[frozenset[str], Any], names: frozenset[str], name: str, rough: frozenset[str]
 ) -> frozenset[str] | None:
-    """The set with one more ingredient; None where that is no run, or makes a comparison rough."""
+    """The set with one more ingredient; None where that is not a run, or makes a comparison rough."""
     if any(frozenset((name, other)) not in pairs for other in names):
         return None
     options = (names | option for option in complete([name]))

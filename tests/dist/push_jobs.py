@@ -176,7 +176,7 @@ class Side:
         return results
 
     def train(self, tensors: dict[str, Tensor]) -> None:
-        """The shards are those of these tensors."""
+        """The shards belong to these tensors."""
         source = MemorySource(tensors)
         for shard in self.shards:
             shard.tensor.copy_(shard.op.read_shard(source, shard.num_shards, shard.shard))

@@ -45,7 +45,7 @@ _EXPERTS: dict[int, list[Keys]] = {
 
 @dataclass(frozen=True)
 class RowSequence:
-    """Tokens in one context: those of the prompt, then stretches of (tokens, the actor sampled them)."""
+    """Tokens in one context: the prompt's, then stretches of (tokens, the actor sampled them)."""
 
     prompt: list[int]
     stretches: list[tuple[list[int], bool]]
@@ -65,7 +65,7 @@ class Row:
 
     Attributes:
         ages: of each token's weights in versions.
-        rollout_noise: log-prob of the rollout engine less that of the old policy, of each token.
+        rollout_noise: log-prob of the rollout engine less the old policy's, of each token.
         drift: added to the trainer's log-prob of the old policy.
         reward: None where scoring failed.
         parts: score of each reward function; None without an opinion.
@@ -264,7 +264,7 @@ def _choose_memory(r: random.Random) -> Keys:
 
 
 def _choose_engines(r: random.Random, layout: Keys, *, has_experts: bool) -> dict[str, str]:
-    """The engine of each role: that of the layout, or of some roles the other one where no layer is divided."""
+    """The engine of each role: the layout's, or for some roles the other one where no layer is divided."""
     own = layout.get("engine", "megatron")
     other = "megatron" if own == "fsdp" else "fsdp"
     may_differ = not has_experts and layout in ({}, RECOMPUTE, _FSDP, _FSDP | RECOMPUTE)

@@ -315,7 +315,7 @@ def rest(setting: Setting, infer_tp: int) -> dict[str, Any]:
 
 
 def share_out(setting: Setting, infer_tp: int, sharing: int | None, cuts: list[list[int]]) -> list[dict[int, Any]]:
-    """Responses by number of the request, of this rank's replica alone: of each push, those that fall to it.
+    """Responses by number of the request, of only this rank's replica: of each push, those that fall to it.
 
     Args:
         cuts: for each push, how many of the sixteen requests each replica takes, in order; the engine rests between pushes.

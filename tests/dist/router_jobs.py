@@ -1,4 +1,4 @@
-"""Jobs in which the only gradient is that of the routers' losses."""
+"""Jobs in which only the routers' losses have a gradient."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gradient(setting: Setting, loss: str = "tokens", rows: str = "different") ->
     """Gradients of one step by Hugging Face name, before clipping.
 
     Args:
-        loss: that of "tokens" or "pairs", or a loss_type; its gradient is 0, its count differs.
+        loss: "tokens" or "pairs", or a loss_type; its gradient is 0, its count differs.
         rows: a key of ROWS.
     """
     with engine_of(setting) as engine:

@@ -175,7 +175,7 @@ def reference_gradients(
 
 
 async def check_numbers(backend: LocalBackend, folder: Path, work: Path) -> dict[str, Any]:
-    """Gaps of log-probs, losses and gradients to transformers with peft, and of gradients of two calls to those of one."""
+    """Gaps of log-probs, losses and gradients to transformers with peft, and of gradients of two calls to one call's."""
     import torch
 
     await backend.create_model("numbers", AdapterSpec(4, seed=7))

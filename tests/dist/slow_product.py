@@ -26,7 +26,7 @@ from torch import Tensor
 
 #: relative difference of a gradient or of an update, by norm
 _TOLERANCE = 5e-4
-#: that of Muon's updates: it makes small singular values of a gradient, with their rounding, as large as the others
+#: the tolerance of Muon's updates: Muon makes small singular values of a gradient, with their rounding, as large as the others
 _MUON_TOLERANCE = 1e-2
 #: step of a router's bias where the run file has none (DeepSeek-V3, arXiv:2412.19437, section 4.2)
 _BIAS_RATE = 1e-3
@@ -162,7 +162,7 @@ class LoraReference:
         self._model.model.zero_grad()
 
     def find_gradients(self) -> None:
-        """Gradients of A and B from those of the weights."""
+        """Gradients of A and B from the weights' gradients."""
         for module in self._owners:
             weight, part = self._weights[f"{module}.weight"]
             assert weight.grad is not None
@@ -373,7 +373,7 @@ class Comparison:
         self.notes: list[str] = []
 
     def check(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the records of a job (of all ranks), after those of an earlier one.
+        """Compare the records of a job (of all ranks), after an earlier job's.
 
         Raises:
             InconclusiveError: another run of these ingredients is needed.
@@ -474,7 +474,7 @@ class Comparison:
             assert math.isclose(metrics[name], value, rel_tol=2e-3, abs_tol=5e-5), (name, metrics[name], value)
 
     def _check_rows(self, slow: SlowIteration, columns: Mapping[str, Any]) -> None:
-        """Rewards are those of the tokens; log-probs of the engine those of its weights."""
+        """Rewards follow from the tokens, log-probs of the engine from its weights."""
         limit = 0.15 if self._run.keys["generate_config"].get("quantization") else 0.3 if self._is_rough else 5e-4
         for index, row in enumerate(slow.rows):
             mask = np.array(row.sampled) & (np.array(row.ages) == 0)

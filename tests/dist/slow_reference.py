@@ -169,7 +169,7 @@ class SlowRun:
 
     Attributes:
         sums: name of a metric -> (sum, count).
-        models: those of an earlier iteration by role; read from their folders where they are missing.
+        models: an earlier iteration's, by role; read from their folders where they are missing.
         optimizers: theirs.
     """
 

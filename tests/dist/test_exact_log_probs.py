@@ -33,7 +33,7 @@ def check(
     updates: int = 1,
     max_tokens: int = 160,
 ) -> None:
-    """All log-probs before and after each update, in four kinds of micro-batches, are those of the engine.
+    """All log-probs before and after each update, in four kinds of micro-batches, equal the engine's.
 
     Args:
         layout: keys of the trainer's; the 331 tokens are filled up, so that each rank has a multiple of 16.

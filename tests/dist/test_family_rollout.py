@@ -33,7 +33,7 @@ def _plan(name: str, folder: Path, keys: dict[str, Any]) -> Setting:
 
 def _check(name: str, report: dict[str, Any]) -> None:
     assert len(report["proven"]) == 3 and min(report["proven"]) > 10
-    if name in tiny_families.HALVES:  # the median: where two experts score alike, rounding alone sends a token to another one
+    if name in tiny_families.HALVES:  # the median: where two experts score alike, mere rounding sends a token to another one
         assert max(report["medians"]) < 2 * _find_rounding(name, report["tokens"][0])
     else:
         assert max(report["differences"]) < 1e-4

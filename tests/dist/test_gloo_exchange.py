@@ -1,4 +1,4 @@
-"""Gradients and parameters between data-parallel ranks: sums and places are those of the definition."""
+"""Gradients and parameters between data-parallel ranks: sums and places follow the definition."""
 
 from __future__ import annotations
 

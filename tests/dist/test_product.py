@@ -41,7 +41,7 @@ _SEED = int(os.environ.get("PRODUCT_SEED", "1"))
 _DRAWS = 4
 Folders = Mapping[str, Mapping[str, str]]
 
-#: seed and ingredients of a few runs, of which the default suite makes those of one process
+#: seed and ingredients of a few runs, of which the default suite makes the runs of one process
 _SOME = {
     "a student with tied weights": (8, ("distillation", "tied")),
     "a reference that follows, filtered groups": (5, ("filtered", "sync_ref")),

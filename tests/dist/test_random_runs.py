@@ -1,4 +1,4 @@
-"""Random runs against one slow reference: whatever the layout, packing, mode and loss, an iteration is that of plain torch.
+"""Random runs against one slow reference: whatever the layout, packing, mode and loss, an iteration equals plain torch's.
 
 `RANDOM_RUNS_SEED=N` makes others; `RANDOM_RUNS_SEED=N RANDOM_RUNS_COUNT=1` one run alone, which a failure names.
 """

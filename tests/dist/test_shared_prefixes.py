@@ -1,4 +1,4 @@
-"""A prompt that is computed once for its samples: results are those of rows that each have their own."""
+"""A prompt that is computed once for its samples: results equal those from rows with a prompt each."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ class Bomb:
 
 
 def add_sums(folder: Path) -> None:
-    """The checksums are those of the files as they are now."""
+    """The checksums match the files as they are now."""
     names = json.loads((folder / "checksums.json").read_text())
     contents = {name: (folder / name).read_bytes() for name in names}
     (folder / "checksums.json").write_text(json.dumps({name: [len(has), zlib.crc32(has)] for name, has in contents.items()}))

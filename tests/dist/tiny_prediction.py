@@ -133,7 +133,7 @@ class Predicting:
         """Logits [length, vocabulary] of the model and of every prediction layer, for one row [length].
 
         Args:
-            detaches: those of the prediction layers have no gradient of embedding, decoder and head.
+            detaches: the prediction layers' losses have no gradient of embedding, decoder and head.
         """
 
         def stop(value: Tensor) -> Tensor:

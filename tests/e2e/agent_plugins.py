@@ -62,7 +62,7 @@ def flipped(digits: str) -> str:
         digits: two of them.
     """
     if not digits.isdigit():
-        raise ValueError("these are no digits")
+        raise ValueError("these are not digits")
     return digits[::-1]
 
 

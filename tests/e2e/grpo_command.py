@@ -34,7 +34,7 @@ def overrides(task: Path, folder: Path) -> list[str]:
         f"actor_config.pretrained_checkpoint={model}",
         "actor_config.finetune=false",
         "actor_config.micro_batch_size=16",
-        "model.tiny_qwen25.num_layers=null",  # the shape is that of config.json
+        "model.tiny_qwen25.num_layers=null",  # config.json has the shape
         f"megatron_training.tokenizer_name_or_path={model}",
         f"megatron_training.data_path={task / 'train.jsonl'}",
         "megatron_training.eval_data_path=null",
@@ -180,7 +180,7 @@ class Command:
         return left + sorted(new - used)
 
     def _note_shared(self) -> None:
-        """The shared-memory files of this command's processes are known, so that those of others are not taken for them."""
+        """The shared-memory files of this command's processes are known, so that others' files are not taken for them."""
         if time.monotonic() - self._looked_s > 2.0:
             self._looked_s = time.monotonic()
             self._shared |= {path for path in _mapped_files(self.processes()) if path.startswith(f"{SHARED_MEMORY}/")}

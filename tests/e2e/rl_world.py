@@ -110,7 +110,7 @@ def task_overrides(task: Path) -> list[str]:
         f"megatron_training.tokenizer_name_or_path={task / 'model'}",
         f"megatron_training.data_path={task / 'train.jsonl'}",
         "megatron_training.eval_data_path=null",
-        "model.tiny_qwen25.num_layers=null",  # the shape is that of config.json
+        "model.tiny_qwen25.num_layers=null",  # config.json has the shape
         "actor_config.save=null",
         "generate_config.kv_cache_memory_gib=0.03",
     ]
@@ -192,7 +192,7 @@ class World:
         return Run(folder, run.plan, trainer.logger.first_evaluation, self.workers.weights(), self.workers.num_steps(), plane)
 
     def _services(self, run: ResolvedRun) -> tuple[RewardGroup, DataPlane]:
-        """Reward worker and data plane; those of an earlier run where they suit."""
+        """Reward worker and data plane; an earlier run's where they suit."""
         cfg, plan, rl = run.config, run.plan, run.config.rl_config
         key = (cfg.generate_config.sampling_config.max_tokens, plan.n_samples_per_prompt, plan.dispatch_sizes[_REWARD_DISPATCH])
         key += (rl.data_strategy, *(str(value) for name, value in vars(rl).items() if name.startswith(_REWARD_KEYS)))

@@ -22,7 +22,7 @@ def shared(*libraries: Libraries, platform: str = "cpu", **variables: str) -> di
 
     Args:
         platform: as the command has it.
-        variables: of the server's environment, where they are others than those of this process.
+        variables: of the server's environment, where they differ from this process's.
     """
     folders = [_start(platform, kind, variables) for kind in libraries]
     return {"MINDSPEED_RL_FORK_SERVER": os.pathsep.join(map(str, folders))}

@@ -70,7 +70,7 @@ def test_a_supervised_run_and_a_folder_without_a_run_are_refused(tmp_path: Path)
 
 
 def test_the_megatron_model_answers_as_vllm_does(task: Path, tmp_path: Path) -> None:
-    """Greedy, float32; Megatron alone and over two devices, as a pipeline."""
+    """Greedy, float32; Megatron on one device and over two, as a pipeline."""
     answers = {}
     for name, flags in {
         "vllm": [],

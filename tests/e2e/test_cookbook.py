@@ -25,7 +25,7 @@ RECIPES = "tinker_cookbook.recipes"
 #: program -> module and options
 PROGRAMS = {
     "sl_loop": ("sl_loop", "batch_size=4 max_length=512 lora_rank=4 max_steps=3 save_every=2 log_path=OUT"),
-    # its batch of 128 rows is no option
+    # its batch of 128 rows is not an option
     "sl_basic": ("sl_basic", "lora_rank=4 log_path=OUT"),
     **{
         f"rl_loop {loss}": (

@@ -39,7 +39,7 @@ def test_teachers_on_devices_of_their_own_give_the_figures_of_shared_ones(task: 
         *keys(
             teacher_models=f"[{model},{model}/.]",
             teacher_keys="[x,y]",
-            teacher_temperature=2.0,  # nearer to uniform: what lies beyond the top 8 is no rounding of 1 - their sum
+            teacher_temperature=2.0,  # nearer to uniform: what lies beyond the top 8 is not a rounding of 1 - their sum
             loss_mode="reverse_kl_topk",
             topk=8,
             topk_rest="lump",

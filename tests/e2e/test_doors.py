@@ -89,7 +89,7 @@ def test_every_door_is_on_loopback_and_in_the_table(task: Path, tmp_path: Path) 
         own = {str(path) for path in set(Path("/tmp").glob("ray-*")) - before}
         command.process.terminate()
         assert command.wait(90) == 143
-        # those of runs beside this one may come and go
+        # files of runs beside this one may come and go
         assert not [path for path in own if f"{path}/" in command.output]
     table = documented()
     assert result.items() <= table.items()

@@ -1,4 +1,4 @@
-"""generate, chat and evaluate on a tiny random model, as a user runs them; the tokens are those of transformers.
+"""generate, chat and evaluate on a tiny random model, as a user runs them; the tokens equal transformers'.
 
 One process runs all three commands, because importing vLLM takes longer than everything else here.
 """

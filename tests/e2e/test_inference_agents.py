@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mindspeed_rl.runtime.fork_server import INFERENCE
 
 HERE = Path(__file__).parent
-REPLY = "ValueError: these are no digits"
+REPLY = "ValueError: these are not digits"
 
 
 @pytest.mark.slow

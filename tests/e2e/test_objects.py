@@ -95,7 +95,7 @@ def test_grpo_learns_a_closure_and_does_all_that_a_trainer_does(model: Path, tmp
     after = trainer.evaluate()["eval/reward"]
     assert after > before + 0.2
     assert (result.folder / "report.html").is_file() and (result.folder / "report.png").is_file()
-    # greedy responses of the engine are those of transformers
+    # greedy responses of the engine equal transformers'
     (answers,) = trainer.generate("Say one.\n", max_new_tokens=8)
     folder = trainer.save_model(tmp_path / "saved")
     trained = transformers.AutoModelForCausalLM.from_pretrained(folder)

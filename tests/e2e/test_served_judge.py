@@ -1,4 +1,4 @@
-"""A generative judge that the run serves: its scores are those of its model's own replies, on whatever devices it is."""
+"""A generative judge that the run serves: its scores come from its model's own replies, on whatever devices it is."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from mindspeed_rl.data.images import make_data_url
 from mindspeed_rl.runtime.fork_server import RL
 
 ROOT = Path(__file__).resolve().parents[2]
-#: rewards whether the answer is the colour that the picture has at the shape, which the text alone does not say
+#: rewards whether the answer is the colour that the picture has at the shape, which the text does not say
 REWARD = '''
 from mindspeed_rl.data.images import open_image
 
@@ -128,7 +128,7 @@ def test_every_mode_trains_on_the_pictures_that_its_engine_saw(mode: str, task: 
     # with a reference, and features of a frozen tower that are kept
     keys += ["rl_config.kl_penalty=low_var_kl", "rl_config.init_kl_coef=0.001"]
     keys += ["actor_config.freeze_vit=true", "actor_config.freeze_aligner=true"]
-    # of no effect, so that log-probs of older weights are those of the new ones wherever both sides see the same picture
+    # of no effect, so that log-probs of older weights equal the new weights' wherever both sides see the same picture
     keys += ["actor_config.lr=1e-12", "actor_config.min_lr=0", "rl_config.save_rollouts_interval=1"]
     command("train", *GRPO, *keys, folder=task)
     records = metrics(task / mode)

@@ -1,4 +1,4 @@
-"""A worker whose next run is another one with the same models; imported in worker processes alone."""
+"""A worker whose next run is another one with the same models; imported only in worker processes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class FaultRun(Command):
     """A run whose processes have the injector.
 
     Args:
-        stage: "grpo", "ppo", or a supervised one, whose task is that of the quickstart.
+        stage: "grpo", "ppo", or a supervised one, whose task is the quickstart's.
         wrap, shares: see `Command`; the server that is shared has the injector too.
     """
 
@@ -137,7 +137,7 @@ def note(fault: Fault, seconds: float, line: str, *, equal: int = 0) -> None:
     """The fault was met as it should be. With RECORD_FAULTS=1 it is recorded; the docs' table is made of these records.
 
     Args:
-        equal: iterations whose figures were those of a run that was not disturbed.
+        equal: iterations whose figures equal an undisturbed run's.
     """
     if not os.environ.get("RECORD_FAULTS"):
         return

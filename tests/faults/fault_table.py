@@ -43,7 +43,7 @@ _DIED = r"worker {rank} failed in {phase}: its process died"
 _STOPPED = r"worker 1 failed in {phase}: .*worker 1 \(process \d+\) is stopped"
 _RAISED = r"worker 1 failed in {phase}: ValueError: a fault on demand"
 
-#: each in a run of two workers that tolerates faults; its figures are those of an undisturbed run
+#: each in a run of two workers that tolerates faults; its figures equal an undisturbed run's
 RECOVERED = [
     _worker("generate", "kill", _DIED.format(rank=1, phase="generate")),
     Fault(

@@ -201,7 +201,7 @@ def test_files_that_another_machine_does_not_see_end_the_command_before_models_a
 
 
 def workers_in(folder: Path) -> list[psutil.Process]:
-    """Device workers that write below this folder; those of a cluster that the command did not start lack its mark."""
+    """Device workers that write below this folder; workers of a cluster that the command did not start lack its mark."""
     results = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -234,7 +234,7 @@ def lasting(task: Path, folder: Path, *changes: str, shares: bool = False) -> It
 
 @pytest.mark.slow
 class TestSingleWorker:
-    """A run of one worker; it ends behind its tests, so that it takes no time from those of others."""
+    """A run of one worker; it ends behind its tests, so that it takes no time from others' tests."""
 
     @pytest.fixture(scope="class")
     def survivor(self, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:

@@ -30,7 +30,7 @@ if [[ "$(cat "$environment/installed" 2>/dev/null || true)" != "$expected" ]]; t
     rm -rf "${environment:?}"/{installed,bin,include,lib,lib64,share,src,pyvenv.cfg,vllm-cache}
     PIP_QUIET="${PIP_QUIET:-1}" PIP_NO_COMPILE=1 PYTHON="${NPU_SIM_PYTHON:-python3.11}" bash "$root/envs/npu_common/install.sh" \
         --chip simulated --venv "$environment" pytest pytest-timeout
-    # on all cores, where pip compiles on one; templates among the packages are no Python, and no reason to stop
+    # on all cores, where pip compiles on one; templates among the packages are not Python, and no reason to stop
     "$python" -m compileall -q -j 0 "$environment/lib" > /dev/null 2>&1 || true
     echo "$expected" > "$environment/installed"
 fi

@@ -86,7 +86,7 @@ ROWS = (
      "change no token",
      "在 A2、A3、950 上单独运行 vllm-ascend 0.23：其选择的专家交换方式，及按配置改用 allgather；不改变 token 的键",
      ("test_rollout.test_each_device", "test_rollout.test_an_a3", "test_rollout.test_keys")),
-    ("vllm-ascend 0.23 by itself: the experts of each token that it reports are those of transformers",
+    ("vllm-ascend 0.23 by itself: the experts that it reports for each token equal transformers'",
      "单独运行 vllm-ascend 0.23：所报告的每个 token 的专家与 transformers 一致", ("test_rollout.test_the_experts",)),
     ("vllm-ascend 0.23 by itself: a decoding step has at most 90 kernels, as many at any batch size",
      "单独运行 vllm-ascend 0.23：一步解码至多 90 个 kernel，与 batch 大小无关", ("test_rollout.test_a_decoding",)),

@@ -1,6 +1,6 @@
 """What a step asks of the device: `mindspeed-rl npu-cost` beside plain Megatron + MindSpeed.
 
-The counts are those of docs/ascend.md. One that falls is lowered here and there; one that rises has its reason there.
+The counts are in docs/ascend.md, too. One that falls is lowered here and there; one that rises has its reason there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXPERTS = (
 #: one rank that has all experts, two layers, two micro-batches; two ranks that share them
 MOST_KERNELS_EXPERTS = {"log-probs": 212, "update": 684, "push": 351}
 MOST_KERNELS_SHARED_EXPERTS = {"log-probs": 244, "update": 736, "push": 236}
-#: kernels of an update over those of plain Megatron + MindSpeed
+#: kernels of an update over plain Megatron + MindSpeed's
 MOST_OVER_PLAIN, MOST_OVER_PLAIN_WITH_EXPERTS = 1.07, 1.1
 #: phases of a step outside the passes of its micro-batches
 OUTSIDE = ("log-probs", "update", "update / gradients", "update / optimizer", "push", "push / proof", "offload")

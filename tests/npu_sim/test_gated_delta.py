@@ -1,4 +1,4 @@
-"""The gated delta rule on the device: the numbers of the host, and kernels by the longest sequence alone."""
+"""The gated delta rule on the device: the numbers of the host, and kernels only by the longest sequence."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def overrides(published: Published, task: Path, folder: Path) -> list[str]:
 class OneCard(Command):
     """A command of a shipped run file on simulated dies."""
 
-    shares = False  # workers on the NPU are no forks
+    shares = False  # workers on the NPU are not forks
 
     def __init__(self, published: Published, task: Path, folder: Path, *changes: str) -> None:
         self.published, self.config = published, published.file

@@ -41,7 +41,7 @@ def test_every_layer_runs_on_the_operators_of_the_device(alone: dict[str, Any]) 
 def test_a_decoding_step_has_as_few_kernels_at_any_batch(alone: dict[str, Any]) -> None:
     kernels = {count: step[0] for count, step in alone["decode_kernels"].items()}
     assert len(set(kernels.values())) == 1 and max(kernels.values()) <= MOST_KERNELS, kernels
-    assert alone["same_alone"]  # a request's tokens are those of its seed, alone and in a batch
+    assert alone["same_alone"]  # a request's tokens follow from its seed, by itself and in a batch
 
 
 def test_sleep_gives_the_memory_back_and_waking_up_changes_no_token(alone: dict[str, Any]) -> None:

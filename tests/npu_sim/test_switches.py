@@ -189,7 +189,7 @@ CHANGED: dict[str, Case] = {
     "head in bfloat16, a part of the vocabulary at a time": Case(
         "qwen2", {"fp32_lm_head": False, "loss_vocab_chunk_size": 48}, rel=BF16
     ),
-    "adapters that are saved alone": Case("qwen2", _ADAPTERS | {"lora_ckpt_filter": True}, rel=BF16),
+    "adapters that are saved by themselves": Case("qwen2", _ADAPTERS | {"lora_ckpt_filter": True}, rel=BF16),
 }
 
 

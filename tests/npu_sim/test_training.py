@@ -73,7 +73,7 @@ def a_small_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NPU_SIM_MEMORY_GIB", "4")
         patch.setenv("NPU_SIM_RUN_DIR", str(tmp_path_factory.mktemp("hccl")))
-        patch.setattr(Command, "shares", False)  # workers on the NPU are no forks
+        patch.setattr(Command, "shares", False)  # workers on the NPU are not forks
         yield
 
 

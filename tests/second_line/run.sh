@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Runs what a release of megatron-core can change on another one: MEGATRON=0.19.2 tests/second_line/run.sh [pytest arguments]
-# The list is that of tests/parts.py.
+# The list comes from tests/parts.py.
 #
 # The environment is .venv-megatron-RELEASE (0.17.1 without MEGATRON=). The release of envs/cpu/requirements-py312.lock has the CPU
 # environment of Python 3.12, made by envs/cpu/install.sh with python3.12 (SECOND_LINE_PYTHON=... names another). Other releases, and
 # that one where there is no Python 3.12 or its packages cannot be had, are laid before the packages of the CPU environment: they ask
-# for 3.12, but their Python files run on 3.11. Their one compiled file, of the index of data sets, is that of the CPU environment's
+# for 3.12, but their Python files run on 3.11. Their one compiled file, of the index of data sets, comes from the CPU environment's
 # Megatron, whose source of it is the same.
 # `run.sh --set-up` only makes the environment.
 # Paths among the arguments replace the default ones; without arguments the tests marked slow are left out.
@@ -42,7 +42,7 @@ lay_before() {
         rm -f "$packages/$datasets"/helpers_cpp.*.so
         cp "$base/$datasets"/helpers_cpp.*.so "$packages/$datasets/"
         echo "import site; site.addsitedir('$base')" > "$packages/cpu_environment.pth"
-        # in the environment that it is beside, the package may be that of another folder
+        # in the environment that it is beside, the package may come from another folder
         echo "$root" > "$packages/mindspeed_rl.pth"
         "$environment/bin/python" -m compileall -q -j 0 "$packages/megatron" > /dev/null 2>&1 || true
         echo "$wanted" > "$stamp"

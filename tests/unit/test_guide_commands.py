@@ -46,7 +46,7 @@ RUN_BY = {
 NOT_RUN = {
     "bash envs/cpu/install.sh": "makes the environment in which tests run",
     "bash tests/run.sh": "runs the tests",
-    "bash examples/quickstart.sh": "half an hour: run before a release; its run files are those of test_shipped_run_files.py",
+    "bash examples/quickstart.sh": "half an hour: run before a release; test_shipped_run_files.py has its run files",
     "bash examples/real_model.sh": "half an hour, and a package index: run before a release",
     "mindspeed-rl train --config-name grpo_qwen25_7b_A3": "needs an A3 node",
     "mindspeed-rl train --config-name grpo_qwen3_8b_A3 --strict": "needs an A3 node",

@@ -27,7 +27,7 @@ def _shares(environment: str, part: int, count: int, *, with_slow: bool) -> dict
 
 @pytest.mark.parametrize("environment", parts.ENVIRONMENTS)
 def test_files_that_run_together_have_different_names(environment: str) -> None:
-    names = [Path(file).name for file in parts.list_files(environment)]  # pytest imports a file by its name alone
+    names = [Path(file).name for file in parts.list_files(environment)]  # pytest imports a file only by its name
     assert sorted(names) == sorted(set(names))
 
 

@@ -1,4 +1,4 @@
-"""Temporary folders go with their process, however it ends; what belongs to somebody else is left alone."""
+"""Temporary folders go with their process, however it ends; what belongs to somebody else stays."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in (.+)$')
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
 _CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
-#: ends of a program that are no failure
+#: ends of a program that are not a failure
 _INTENDED = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
 
 _TIME = re.compile(r"(\d{4}-\d{2}-\d{2})[-T ](\d{2}:\d{2}:\d{2})(?:[.,](\d{3}))?")

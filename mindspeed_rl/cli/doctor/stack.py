@@ -98,7 +98,7 @@ _MEGATRON_LINES = (
     _MegatronLine("second", ("0.17", "0.18", "0.19"), ("core_r0.17.0", "core_r0.18.0"), "only on the CPU"),
 )
 
-#: CANN that is newer than that of every line, and what it was released for
+#: CANN releases that are newer than every line's, and what they were released for
 NEXT_CANN = ("9.2", "vllm-ascend 0.30")
 
 #: packages every line needs, in any version

@@ -179,7 +179,7 @@ def _read_recipe(folder: Path) -> Recipe:
     if unknown := [name for name in tree if name not in _FIELDS]:
         near = registry.find_similar(str(unknown[0]), _FIELDS)
         hint = f"did you mean {near}?" if near else f"they are {', '.join(_FIELDS)}"
-        raise ValueError(f"{path}: {unknown[0]} is no field; {hint}")
+        raise ValueError(f"{path}: {unknown[0]} is not a field; {hint}")
     texts = {name: tree.get(name) for name in ("title", "about", "published", "twin")}
     for name, text in texts.items():
         if not isinstance(text, str) or not text.strip():

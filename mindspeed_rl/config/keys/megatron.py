@@ -30,7 +30,7 @@ LEFT_OFF_FEATURES = {
 }
 #: (key, another key, the value that it needs there where MindSpeed trains, reason)
 NEEDED_BY_MINDSPEED = (
-    ("swap_optimizer", "use_distributed_optimizer", True, "MindSpeed swaps the state of the distributed optimizer alone"),
+    ("swap_optimizer", "use_distributed_optimizer", True, "MindSpeed swaps only the state of the distributed optimizer"),
     ("swap_optimizer", "reuse_fp32_param", False, "MindSpeed supports one of them at a time"),
     ("swap_optimizer", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
     ("reuse_fp32_param", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
@@ -548,7 +548,7 @@ class MegatronConfig(
     eval_patience: int | None = key(None, "evaluations in sequence without a new best after which the run is saved and ends",
         "连续这么多次评测没有新的最好值后，运行保存并结束", range=Range.ITERATIONS,
         elsewhere="early_stopping_patience early_stopping_steps", on_resume="exact")
-    keep_best: bool = key(False, "save the checkpoint of the best evaluation, and keep it beside those of keep_last",
+    keep_best: bool = key(False, "save the checkpoint of the best evaluation, and keep it in addition to the keep_last newest",
         "保存评测最好的检查点，并在 keep_last 之外保留", needs=("save", "set"), elsewhere="load_best_model_at_end",
         on_resume="exact")
     skip_train: bool = key(False, "evaluate only", "只评测", stages=_SUPERVISED, on_resume="exact")

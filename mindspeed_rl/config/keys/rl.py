@@ -163,7 +163,7 @@ class _BatchKeys:
         "达到这么多 token 的 prompt 会被略去", range=Range.TOKENS,
         elsewhere="prompt_max_len rollout_max_prompt_len prompt_length", on_resume="order")
     long_prompts: Literal["drop", "drop_longer", "cut_left"] = key("drop",
-        "leave out prompts of max_prompt_length tokens and more, leave out longer ones alone (drop_longer), or train on the "
+        "leave out prompts of max_prompt_length tokens and more, leave out only longer ones (drop_longer), or train on the "
         "last max_prompt_length tokens of longer ones (cut_left; prompts with images are left out instead)",
         "略去达到 max_prompt_length 的 prompt（drop），只略去超过它的（drop_longer），或对超长的 prompt 只保留最后 "
         "max_prompt_length 个 token 参与训练（cut_left；带图像的仍略去）",

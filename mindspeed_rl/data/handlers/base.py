@@ -250,7 +250,7 @@ class Handler(ABC):
         """Check that the row has no part of a conversation that this handler does not read.
 
         Raises:
-            MalformedRowError: it has, in a column that map_keys does not switch off; or the row is no object.
+            MalformedRowError: it has, in a column that map_keys does not switch off; or the row is not an object.
         """
         if not isinstance(row, Mapping):
             raise MalformedRowError(f"is a {type(row).__name__}, not an object with columns: {str(row)[:80]}")

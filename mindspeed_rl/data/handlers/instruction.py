@@ -121,7 +121,7 @@ def _read_text(handler: Handler, row: Row, key: str) -> str:
     """Read a question or an answer.
 
     Raises:
-        MalformedRowError: it is no text, or the text of a list of messages.
+        MalformedRowError: it is not text, or the text of a list of messages.
     """
     text = handler.text_column(row, key, required=True)
     if has_messages(text):

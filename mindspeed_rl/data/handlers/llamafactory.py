@@ -95,7 +95,7 @@ def _entry(name: str, value: JsonObject, folder: Path, cache_dir: str | None) ->
     else:
         raise ValueError(f"dataset {name!r}: formatting={formatting!r} is unknown; allowed: alpaca, sharegpt, openai")
     if columns:
-        # LLaMA-Factory does not read a column that `columns` leaves out, as that of an Alpaca row's input
+        # LLaMA-Factory does not read a column that `columns` leaves out, such as an Alpaca row's input
         map_keys = {**{key: "" for key in _OPTIONAL_COLUMNS if key in kind.default_map and key not in columns}, **map_keys}
     return _DatasetEntry(name, kind, map_keys, source)
 

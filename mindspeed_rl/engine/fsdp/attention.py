@@ -29,7 +29,7 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention of each sequence; arguments are those of transformers' attention functions.
+    """Compute causal attention of each sequence; arguments are as in transformers' attention functions.
 
     Args:
         module: the attention layer.

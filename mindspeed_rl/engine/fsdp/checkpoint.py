@@ -39,7 +39,7 @@ class DcpFiles:
         return {"layout": {"shards": dist.get_world_size()}, "optimizer_steps": self._engine.optimizer_steps}
 
     def check(self, record: Mapping[str, Any], path: Path) -> None:
-        """Accept every checkpoint of this engine: names and shapes are those of the model, which the load compares."""
+        """Accept every checkpoint of this engine: names and shapes are the model's, which the load compares."""
 
     def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
         """Return the request, which is run at once on every rank: a rule excludes `async_save`."""

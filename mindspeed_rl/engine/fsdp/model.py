@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True)
 class HeadCheck:
-    """A pass that compares the logits of the engine with those of the class; see `ShardedModel.check_head`.
+    """A pass that compares the logits of the engine with the class's; see `ShardedModel.check_head`.
 
     Attributes:
         input_ids: [1, tokens].
@@ -102,7 +102,7 @@ class PolicyModule(nn.Module):
         return tuple(result.clone() for result in results)
 
     def _compare(self, input_ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the largest difference of a log-prob from that of the class, 0-d."""
+        """Return the largest difference of a log-prob from the class's, 0-d."""
         expected = self.model(input_ids=input_ids, use_cache=False).logits[0].float()
         hidden = _get_decoder(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state[0]
         logits = hidden.float() @ weight.float().t()
@@ -166,7 +166,7 @@ class ShardedModel:
 
     Attributes:
         module: the root, an FSDPModule.
-        names: each parameter by name, in forward order; a tied head has none of its own. Names are those of HF tensors, but
+        names: each parameter by name, in forward order; a tied head has none of its own. Names are HF tensors' names, but
             where a parameter stacks several.
         buffers: buffers that checkpoints have, which do not train and are full on each rank.
         places: place of each HF tensor.

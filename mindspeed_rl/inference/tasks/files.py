@@ -111,7 +111,7 @@ def _open_text(file: Path) -> Iterator[io.TextIOWrapper]:
         with open_regular(file) as content:
             yield io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{file} is no text of UTF-8 with columns: {error}") from error
+        raise ValueError(f"{file} is not text of UTF-8 with columns: {error}") from error
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
 

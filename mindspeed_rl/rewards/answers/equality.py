@@ -147,7 +147,7 @@ def _is_same_family(given: Value, expected: Value) -> bool:
 
 #: a decimal with at least so many digits, and decimals, may be the rounded value of the answer
 _ROUNDED_DIGITS, _ROUNDED_DECIMALS = 5, 3
-#: a label with at least so many decimals is rounded: one more digit than it has is no coincidence
+#: a label with at least so many decimals is rounded: one more digit than it has is not a coincidence
 _MANY_DECIMALS = 5
 #: an answer with at least so many decimals or digits may be the rounded value of the label
 _LONG_DECIMALS, _LONG_DIGITS = 6, 7
@@ -173,7 +173,7 @@ def _is_same_as_quantity(given: Value, expected: Quantity) -> bool:
 def _is_same_quantity(given: Quantity, expected: Quantity) -> bool:
     """Compare value, percent sign and unit; 50% is 50 or 0.5.
 
-    A unit that one of them lacks is no difference, but 12 florps are not 12: a word of the answer alone must be known.
+    A unit that one of them lacks makes no difference, but 12 florps are not 12: a word that only the answer has must be known.
     """
     node = given.node
     if expected.unit is None and given.unit is not None and not given.unit.is_plain:

@@ -325,7 +325,7 @@ def _evaluate_all(nodes: Sequence[Node], index: int, names: Sequence[str], **opt
 def _agree(low: Sequence[Number], high: Sequence[Number]) -> bool:
     """Return True if two values, each computed with few and with many digits, are equal.
 
-    The difference of equal values shrinks with the error of the computation, that of others stays.
+    The difference of equal values shrinks with the error of the computation; others stay.
     """
     if all(isinstance(value, Fraction) for value in high):
         return high[0] == high[1]

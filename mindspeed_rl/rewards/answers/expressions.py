@@ -18,7 +18,7 @@ _MAX_DEPTH = 40
 
 
 class UnreadableError(ValueError):
-    """The text is no formula, or one that this parser does not know."""
+    """The text is not a formula, or one that this parser does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class _Parser:
             return self.argument()
         sign = self.take(_SIGN)
         atom = self.atom()
-        if self.take(_CARET):  # a tower without braces is no LaTeX
+        if self.take(_CARET):  # a tower without braces is not LaTeX
             raise UnreadableError("double exponent")
         return negate(atom) if sign is not None and sign[0] == "-" else atom
 

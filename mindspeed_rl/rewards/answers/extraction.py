@@ -81,7 +81,7 @@ def _find_closing_brace(text: str) -> int | None:
             depth += (char == "{") - (char == "}")
             if depth == 0:
                 return position
-        escaped = char == "\\" and not escaped  # \{ of a set or a system is no brace
+        escaped = char == "\\" and not escaped  # \{ of a set or a system is not a brace
     return None
 
 
@@ -110,7 +110,7 @@ def extract_tagged_answer(text: str) -> str | None:
 
 
 def list_accepted_answers(label: object) -> list[str]:
-    """Return the answers that a label accepts: the items of a list, or of a JSON list of strings; else the label alone.
+    """Return the answers that a label accepts: the items of a list, or of a JSON list of strings; else only the label.
 
     [1, 2] without quotes is an interval, one answer. A worked solution that ends with "#### 6", as in GSM8K, is 6.
     """

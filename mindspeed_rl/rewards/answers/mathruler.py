@@ -56,7 +56,7 @@ def spell_math(text: str) -> str:
 
 
 def _spell_fractions(text: str) -> str:
-    r"""Return a text with braces around the two digits of `\frac12`; all as it is where a fraction has one sign alone."""
+    r"""Return a text with braces around the two digits of `\frac12`; unchanged where a fraction has only one sign."""
     head, *fractions = text.split("\\frac")
     parts = [head]
     for fraction in fractions:
@@ -339,7 +339,7 @@ def _is_same(given: str, expected: str) -> bool:
         return False
     try:
         with cpu_limit():
-            # a name that is no symbol in one answer may be one of sympy's
+            # a name that is not a symbol in one answer may be one of sympy's
             return bool(sympy.simplify(_Parser(expected).read() - _Parser(given).read()) == 0)
     except (CpuLimitError, RecursionError):
         return False
@@ -433,7 +433,7 @@ class _Parser:
             if self._take(")") is None:
                 raise ValueError("an open bracket")
         else:
-            raise ValueError(f"{word} is no value")
+            raise ValueError(f"{word} is not a value")
         while self._take("!"):
             value = sympy.factorial(value)
         return value

@@ -176,7 +176,7 @@ OPENING, CLOSING = "([{", ")]}"
 
 
 def split_outside(text: str, separators: Sequence[str]) -> list[str]:
-    """Split a text at separators outside of all brackets; a comma within a number of thousands is no separator."""
+    """Split a text at separators outside of all brackets; a comma within a number of thousands is not a separator."""
     parts, depth, start, position = [], 0, 0, 0
     while position < len(text):
         char = text[position]

@@ -18,7 +18,7 @@ _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9,
 _PARTS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "tenth": 10}
 _PARTS |= {f"{word}s": denominator for word, denominator in _PARTS.items()} | {"halves": 2}
 _ENGLISH = re.compile(r"[a-z]+(?:[ -][a-z]+)*")
-#: longer texts are no numbers
+#: longer texts are not numbers
 _MAX_WORDS = 20
 
 _NUMERAL_DIGITS = {char: digit for digit, char in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
@@ -74,7 +74,7 @@ def _read_english(words: list[str]) -> Fraction | None:
     if words[0] == "and" or words[-1] == "and":
         return None
     total = group = 0  # before and after the last scale of a thousand or more
-    previous = 10**15  # each part is smaller than the one before it: "five six" is no number
+    previous = 10**15  # each part is smaller than the one before it: "five six" is not a number
     for word in words:
         if word == "and":
             continue

@@ -76,7 +76,7 @@ def read_region(text: str) -> Region | None:
 
 
 def as_interval(opening: str, low: str, high: str, closing: str) -> Interval | None:
-    """Return the interval with these ends; None if they are no formulas."""
+    """Return the interval with these ends; None if they are not formulas."""
     ends: list[Node | None] = []
     for end, sign in ((low, "-"), (high, "+")):
         infinite = _INFINITE.fullmatch(end.strip())
@@ -90,7 +90,7 @@ def as_interval(opening: str, low: str, high: str, closing: str) -> Interval | N
 def _read_union(text: str) -> Region | None:
     r"""Read (-\infty, 2) \cup [3, 5) \cup \{7\} \cup \{x : x > 9\}.
 
-    An interval alone has an infinite end or different brackets, or it is a tuple.
+    A single interval has an infinite end or different brackets, or it is a tuple.
     """
     intervals: list[Interval] = []
     parts = split_outside(text, (r"\cup",))
@@ -182,7 +182,7 @@ def _read_relations(text: str) -> Region | None:
                 return None
             names.add(relation[0])
             common += relation[1]
-        # several intervals of one part are those of a distance, a union
+        # several intervals of one part come from a distance, a union
         intervals += common if len(parts) == 1 else _intersect(common, is_empty_allowed=True)
     if len(names) != 1:
         return None
@@ -294,7 +294,7 @@ def _is_same_interval(given: Interval, expected: Interval) -> bool:
 
 
 def _join(intervals: Sequence[Interval]) -> Sequence[Interval]:
-    """Return the intervals with those joined that touch in a point of one of them; unchanged if an end is no constant."""
+    """Return the intervals with those joined that touch in a point of one of them; unchanged if an end is not a constant."""
     try:
         ordered = sorted(intervals, key=lambda one: float("-inf") if one.low is None else float(evaluate_real(one.low) or 0.0))
     except OverflowError:

@@ -105,7 +105,7 @@ def read_currency(symbol: str) -> Unit:
 def split_unit(text: str) -> tuple[str, Unit | None]:
     r"""Return (formula, unit) of an answer that ends with a unit; (the answer, None) without one.
 
-    A unit outside the table, or of a single letter, needs a number before it: 2\pi h is no time, and 5 x no unit.
+    A unit outside the table, or of a single letter, needs a number before it: 2\pi h is not a time, and 5 x no unit.
     """
     degrees = _DEGREES.fullmatch(text)
     if degrees is not None:

@@ -68,7 +68,7 @@ class LoopSettings:
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
         images: image reader of a model of images; None for a model of text.
         max_images: largest number of images of a context.
-        vocab_size: ids that the model can read are below it; None: those of the tokenizer.
+        vocab_size: ids that the model can read are below it; None: the tokenizer's.
         texts: one thread for the chat template and the tokenizer, which are used by one at a time: texts of programs may be
             long, and the event loop keeps the deadlines of all samples.
     """
@@ -191,7 +191,7 @@ class AgentRunner:
         await self.loop.start()
 
     async def sample(self, engine: RolloutEngine, task: Task) -> Trajectory:
-        """Return one trajectory and close its tools. Where its columns are no valid tool options, the trajectory has failed."""
+        """Return one trajectory and close its tools. If its columns are not valid tool options, the trajectory has failed."""
         try:
             tools = None if self.toolbox is None else self.toolbox.open(task.columns)
         except ValueError as error:

@@ -92,7 +92,7 @@ class RolesLoop(AgentLoop):
 
 
 def _join(trajectories: Mapping[str, Trajectory], failure: str) -> Trajectory:
-    """Return one trajectory of those of the roles, one after the other; its events say whose each turn is."""
+    """Join the roles' trajectories one after the other; the events name the role of each turn."""
     sequences, events, rewards = [], [], []
     metrics: dict[str, float] = {"turns": 0.0}
     start = 0

@@ -117,7 +117,7 @@ def _read_tokens(
             raise ValueError("step returned response_loss_mask without response_token_ids")
         return None, None
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in token_ids):
-        raise ValueError("step returned response_token_ids that are no list of whole numbers")
+        raise ValueError("step returned response_token_ids that are not a list of whole numbers")
     if not mask:
         return tuple(token_ids), None
     if len(mask) != len(token_ids) or not all(value in (0, 1) for value in mask):

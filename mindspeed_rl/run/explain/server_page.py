@@ -19,7 +19,7 @@ LOOP_PARTS: dict[str, object] = {
 
 
 def describe_server(run: Run) -> dict[str, str]:
-    """Return what a server offers, a row each; empty for a run that is no server."""
+    """Return what a server offers, a row each; empty for a run that is not a server."""
     keys, actor, generate = run.config.serve_config, run.config.actor_config, run.config.generate_config
     if keys is None:
         return {}

@@ -101,7 +101,7 @@ class _Obstacle:
 
 
 def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) -> Iterator[_Obstacle]:
-    """Yield the obstacles to running a model of this shape as requested; unknown values of the shape are no obstacle."""
+    """Yield the obstacles to running a model of this shape as requested; unknown values of the shape are not an obstacle."""
     limits, source = engine_limits(platform), shape.source
     tensor, groups = f"{request.tensor_key} ({request.tensor})", shape.num_kv_heads
     width, latent, linear = shape.head_size, shape.latent_size, shape.linear_size

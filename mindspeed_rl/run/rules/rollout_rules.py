@@ -187,7 +187,7 @@ def _roles_of_episodes(run: Run) -> Iterator[Broken]:
     if needed := sorted(objective.advantage.needs):
         yield violate(
             "roles_estimator",
-            f"[agent_loop:is] compares each role's rewards with those of its group, and [adv_estimator] needs "
+            f"[agent_loop:is] compares each role's rewards within its group, and [adv_estimator] needs "
             f"{' and '.join(needed)} of whole rows",
             {"adv_estimator": RLConfig.adv_estimator},
             keys=given,

@@ -608,7 +608,7 @@ def _generated_answers(run: Run) -> Iterator[Broken]:
     actor = run.config.actor_config
     metadata = run.config.model_metadata.get("actor_config")
     reasons = {
-        "its modules are those of transformers, without a cache (engine: megatron)": actor.engine != "megatron",
+        "it runs transformers' modules, without a cache (engine: megatron)": actor.engine != "megatron",
         "a pass over one token cannot have sequence_parallel": actor.sequence_parallel and actor.tensor_model_parallel_size > 1,
         "a pass over one token cannot be split (context_parallel_size 1)": actor.context_parallel_size > 1,
         "its cache has no virtual stages (num_layers_per_virtual_pipeline_stage)": bool(
@@ -664,7 +664,7 @@ def _evaluations(run: Run) -> Iterator[Broken]:
     for name, path in (actor.eval_sets or {}).items():
         key = f"megatron_training.eval_sets.{name}"
         if not _SET_NAME.fullmatch(name) or name in functions:
-            reason = "the name of a reward function" if name in functions else "no name"
+            reason = "the name of a reward function" if name in functions else "not a name"
             text = f"{key}: {name!r} is {reason}; name the set by letters, digits, '_', '-' and '.'"
             yield violate("eval_set_name", text, keys={"megatron_training.eval_sets": actor.eval_sets})
         elif not isinstance(path, str) or not path.strip():

@@ -1,6 +1,6 @@
 """Parsers of calls, by the names of `tool_parser_format`.
 
-Four formats are parsed here: those of `data/tools.py` in which a call is a JSON object. They do not need vLLM, which takes
+Four formats of `data/tools.py` are parsed here, with calls as JSON objects. They do not need vLLM, which takes
 seconds to load in a process without an engine, and they report the error of a broken call; vLLM's parsers return a turn with
 one broken call among three as plain text. A fifth, gpt-oss's, has no tool parser in vLLM 0.32. vLLM's parsers read all others.
 
@@ -181,7 +181,7 @@ class _JsonParser:
         except ValueError as error:
             stop, end = self._find_end(text, match.end())
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            return BrokenCall(text[start:stop].strip()[:_MAX_BROKEN_CALL_LENGTH], f"it is no JSON object: {reason}"), end
+            return BrokenCall(text[start:stop].strip()[:_MAX_BROKEN_CALL_LENGTH], f"it is not a JSON object: {reason}"), end
         try:
             call = conversation.ToolCall.parse(self._to_object(match, value))
         except ValueError as error:

@@ -52,7 +52,7 @@ def _read_call(name: str, body: str, index: int) -> ToolCall | BrokenCall:
     try:
         value = strict_json.loads(body.strip() or "{}")
     except ValueError as error:
-        return BrokenCall(body[:2000], f"the arguments of {name!r} are no JSON object: {error}")
+        return BrokenCall(body[:2000], f"the arguments of {name!r} are not a JSON object: {error}")
     if not isinstance(value, dict):
         return BrokenCall(body[:2000], f"the arguments of {name!r} must be a JSON object")
     return ToolCall(name, value, make_call_id(index))

@@ -54,8 +54,8 @@ def _read_call(name: str, arguments: str, vllm_id: str, index: int) -> ToolCall 
     try:
         value = strict_json.loads(arguments or "{}")
     except ValueError as error:
-        return BrokenCall(arguments[:2000], f"the arguments of {name!r} are no JSON: {error}")
+        return BrokenCall(arguments[:2000], f"the arguments of {name!r} are not JSON: {error}")
     if not isinstance(value, dict) or not isinstance(name, str) or not name:
-        return BrokenCall(arguments[:2000], f"the arguments of {name!r} are no JSON object")
+        return BrokenCall(arguments[:2000], f"the arguments of {name!r} are not a JSON object")
     # Kimi's ids contain the name and are part of its format; the others are random, and would differ in a replay
     return ToolCall(name, value, vllm_id if name in str(vllm_id) else make_call_id(index))

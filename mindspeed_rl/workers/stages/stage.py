@@ -65,8 +65,8 @@ class Stage(ABC, Generic[_Item]):
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of a micro-batch: unless a stage has another, -log p summed over the tokens of `loss_mask`.
 
-        With `sft_loss_type: dft` each token is weighted by sg[p] (dynamic fine-tuning, arXiv:2508.05629): the gradient is that
-        of p, not of log p.
+        With `sft_loss_type: dft` each token is weighted by sg[p] (dynamic fine-tuning, arXiv:2508.05629): this gives the
+        gradient of p, not of log p.
         """
         mask = inputs.columns["loss_mask"] & inputs.mask
         log_probs = torch.where(mask, inputs.outputs[0], 0.0)

@@ -1,6 +1,6 @@
 """Faults on demand in the real processes of a run; first on PYTHONPATH, so that every interpreter of the run imports it.
 
-`FAULTS` names a folder; a copy of a fork server has that of its run. A file `<anything>.json` in it arms a fault; the process
+`FAULTS` names a folder; a copy of a fork server has its run's folder. A file `<anything>.json` in it arms a fault; the process
 that comes to the place first takes it (the file becomes `.taken`) and does what it says. Without the variable nothing happens.
 
     {"place": "worker.update_actor", "rank": 1, "how": "kill"}

@@ -32,7 +32,7 @@ LENGTHS = [30, 64, 1, 100]
 
 
 def fit_interpreter() -> None:
-    """Give Triton what it finds on a device: a stopwatch, the device of torch, and functions that are no names of its own."""
+    """Give Triton what it finds on a device: a stopwatch, the device of torch, and functions that are not names of its own."""
     tuner, host, functions = autotuner.Autotuner, torch.cpu, ("exp", "log")
     setattr(tuner, "do_bench", staticmethod(lambda call, quantiles=None: (call(), [0.0] * 3)[1]))  # noqa: B010
     setattr(host, "device", lambda index: contextlib.nullcontext())  # noqa: B010

@@ -1,4 +1,4 @@
-"""vllm-ascend as the rollout engine on the simulated NPU, alone: build, push, generate, sleep and wake up twice, new weights.
+"""vllm-ascend as the rollout engine on the simulated NPU: build, push, generate, sleep and wake up twice, new weights.
 
 Every drawn token's log-prob is computed once more by transformers on the CPU, which knows nothing of vLLM.
 """
@@ -101,7 +101,7 @@ def main() -> None:
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(parameter.to(torch_dtype) * 4)  # far from uniform, and equal on both sides
-    reference.save_pretrained(folder / "weights")  # in a process group, rank 0 alone would write
+    reference.save_pretrained(folder / "weights")  # in a process group, only rank 0 would write
     dist.init_process_group("hccl")
     tp = settings.get("tensor_parallel", 1)
     config = GenerateConfig(

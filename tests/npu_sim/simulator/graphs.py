@@ -1,6 +1,6 @@
 """Graphs: operators of a capture with the addresses of their tensors, run again from these addresses.
 
-A capture takes its memory from a pool of the real torch_npu, which reuses it within the pool alone. What is recorded of a
+A capture takes its memory from a pool of the real torch_npu, which reuses it only within the pool. What is recorded of a
 tensor is its address: a replay reads and writes what lies there then, so a weight that was bound to other memory after the
 capture is still read where it was. What a graph cannot hold is an error here as on the device: memory of the host, results that
 the host waits for, shapes that depend on values. Collectives are not recorded; the simulated HCCL refuses them in a capture.

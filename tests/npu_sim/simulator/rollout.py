@@ -269,7 +269,7 @@ def _interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of pairs of neighbours, which come out as halves: out = y cos + rotate_half(y) sin.
 
     y has the even numbers of x in front of the odd ones. Queries and keys are put in this order alike, so their products are
-    those of the published model.
+    the published model's.
 
     Args:
         x: [B, N, S, 64].
@@ -295,7 +295,7 @@ def _kv_rmsnorm_rope_cache(
         k_cache: [blocks, size, 1, 64], ckv_cache [blocks, size, 1, 512].
 
     Returns:
-        Both caches themselves, then k and c of these tokens alone if asked for.
+        Both caches themselves, then only k and c of these tokens if asked for.
     """
     name = "npu_kv_rmsnorm_rope_cache"
     calls[f"npu::{name}"] += 1

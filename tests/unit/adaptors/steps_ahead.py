@@ -52,7 +52,7 @@ engine.load_weights(weights.items(), 0)
 core = engine._llm.llm_engine.engine_core.engine_core
 runner = core.model_executor.driver_worker.worker.model_runner
 
-#: name -> (prompt, sampling): lengths from 1 token to what the model takes, stops, a cut-off, a request alone that is greedy
+#: name -> (prompt, sampling): lengths from 1 token to what the model takes, stops, a cut-off, a single request that is greedy
 generator = torch.Generator().manual_seed(1)
 REQUESTS = {}
 for number in range(20):
@@ -104,7 +104,7 @@ ASKED = {
 
 
 def alone(ahead: bool, asked: dict) -> tuple[list, list, int]:
-    """Tokens of such a request, their log-probs with those of others, and turns."""
+    """Tokens of such a request, their log-probs with others', and turns."""
     vllm_cpu_steps._STEPS = STEPS if ahead else 1
     words = {"logprobs": 0, "max_tokens": 40, "ignore_eos": True, "seed": 5, "detokenize": False} | asked
     engine._llm.llm_engine.add_request("alone", {"prompt_token_ids": [9, 10, 11]}, SamplingParams(**words))

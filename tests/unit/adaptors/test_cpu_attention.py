@@ -1,4 +1,4 @@
-"""The CPU's causal attention is that of float64, whatever its blocks, and so are its gradients."""
+"""The CPU's causal attention equals float64's, whatever its blocks, and so do its gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def inputs(b: int, s: int, n: int, g: int, d: int, d_v: int) -> list[torch.Tenso
 
 
 def assert_exact(attention: Callable[..., torch.Tensor], qkv: list[torch.Tensor], direction: torch.Tensor, atol: float) -> None:
-    """Output and gradients are those of float64; gradients may be ten times as far from it."""
+    """Output and gradients equal float64's; gradients may be ten times as far from it."""
     ours, exact = ([x.clone().requires_grad_() for x in qkv] for _ in range(2))
     got, wanted = attention(*ours, 0.4), exact_attention(*exact, 0.4)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=atol)
@@ -122,7 +122,7 @@ def test_blocks_are_chosen_where_they_are_clearly_faster_by_trial() -> None:
 
 
 def test_what_others_do_on_the_machine_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a second of waiting is no second of the processor, whatever the machine does
+    # a second of waiting is not a second of the processor, whatever the machine does
     monkeypatch.setattr(cpu_attention, "_TRIAL_SHAPE", (1, 2, 1, 1, 2))
 
     def wait(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:

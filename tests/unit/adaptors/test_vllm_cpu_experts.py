@@ -33,7 +33,7 @@ def kernel(experts: Tensor, pairs: list[int]):
 
 
 def map_of(mine: list[int]) -> Tensor:
-    """Number on this rank of each expert, -1 for those of others."""
+    """Number on this rank of each expert, -1 for other ranks' experts."""
     return torch.tensor([mine.index(expert) if expert in mine else -1 for expert in range(EXPERTS)], dtype=torch.int32)
 
 

@@ -17,7 +17,7 @@ def test_responses_are_those_of_single_steps_in_fewer_turns(cache: str, tmp_path
     assert result["names"] and result["tokens"] and result["ends"] and result["dropped"]
     assert result["log-probs"] < 1e-5  # another batch around a request rounds differently
     assert result["exact"] < 1e-4
-    # one token, those of a limit, those of a stop, and as many as the model takes
+    # one token, up to a limit, up to a stop, and as many as the model takes
     lengths = result["lengths"]
     assert {name: lengths[name] for name in ("0", "6", "11", "14")} == {"0": 1, "6": 2, "11": 30, "14": 160 - 3 - 14 % 5}
     assert result["stopped"] >= 3

@@ -58,7 +58,7 @@ def test_responses_are_those_without_drafts_whatever_makes_the_drafts(tmp_path: 
     kinds = ("ngram", "alone", "model", "itself", "eagle", "eagle3")
     result = _run("drafted_responses.py", tmp_path, "none", *kinds)
     _check_responses(result, kinds)
-    # the policy's own most likely tokens are accepted more often than those of another model
+    # the policy's own most likely tokens are accepted more often than another model's
     rate = {kind: result[kind]["accepted"] / result[kind]["proposed"] for kind in kinds}
     assert rate["itself"] > 2 * rate["model"]
     # alone, the same response is as new as before

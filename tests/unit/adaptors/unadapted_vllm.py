@@ -47,7 +47,7 @@ print(
             "live weights": layer.weight.numel() < before,
             "shared memory name": ExecutorWithExternalLauncher._distributed_args(None)[0] == "env://",
             "shared memory left behind": "unlink" not in inspect.getsource(_CPUSHMDistributed),
-            "experts of others": inspect.getsource(CPUUnquantizedExperts.apply).count("expert_map") == 1,  # an argument alone
+            "experts of others": inspect.getsource(CPUUnquantizedExperts.apply).count("expert_map") == 1,  # only an argument
             "bias of the choice": chosen.item() != 3,
             "padding of alternate rows": CPUUnquantizedExperts._padded_intermediate_size(alternating) == 16,
             # its products are of copies that are packed after a load

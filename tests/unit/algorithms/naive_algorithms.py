@@ -317,7 +317,7 @@ def paper_losses(name, new, at, old, advantages, s, marked):
 def policy_loss(log_probs, fixed, b, s):
     """The loss of a whole batch, divided.
 
-    fixed: the log-probs at which the gradient is taken; perturbing log_probs alone differentiates around the stop-gradients.
+    fixed: the log-probs at which the gradient is taken; perturbing only log_probs differentiates around the stop-gradients.
     b: arrays by name (advantages, response_mask, loss_mask, old, ref, rollout, entropy) and entropy_threshold.
     """
     loss_type = s["loss_type"]

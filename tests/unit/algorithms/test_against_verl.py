@@ -75,7 +75,7 @@ LOSSES = {
 def test_a_policy_loss_has_the_value_and_gradient_of_verl(case: str, seed: int) -> None:
     aggregation, ours, keys = LOSSES[case]
     name = case.split()[0]
-    # clipped tokens are no candidates there, and cannot be: nothing is clipped before the first step
+    # clipped tokens are not candidates there, and cannot be: nothing is clipped before the first step
     batch = random_batch(seed, on_policy=name == "clip_cov")
     if name == "geo_mean":  # an advantage a response, as the paper has it
         batch["advantages"] = batch["advantages"][:, :1].expand(ROWS, LENGTH)
@@ -90,7 +90,7 @@ def test_a_policy_loss_has_the_value_and_gradient_of_verl(case: str, seed: int) 
         policy_loss=configs.PolicyLossConfig(loss_mode=name, **numbers),
         global_batch_info={"loss_scale_factor": keys.get("max_response_length")},
     )
-    # their means over a mask are those of float masks
+    # their means over a mask equal the means over float masks
     arguments = batch["old"], log_probs, batch["advantages"].clone(), mask.double(), aggregation
     torch.manual_seed(0)
     loss, _ = core.get_policy_loss_fn(name)(*arguments, config=config)

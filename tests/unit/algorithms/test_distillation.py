@@ -71,7 +71,7 @@ def test_the_lumped_rest_is_one_more_token_and_a_lower_bound(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.3)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_renormalized_models_are_those_of_the_logits_at_the_tokens(kind: str, beta: float, temperature: float) -> None:
-    # ms-swift: softmax of the logits / T at the teacher's K tokens alone
+    # ms-swift: softmax of the logits / T only at the teacher's K tokens
     student, teacher = sample(5)
     top, ids = teacher.topk(3, -1)
     want = expected(kind, student.gather(-1, ids) / temperature, top / temperature, beta)

@@ -346,7 +346,7 @@ def test_real_by_hand_is_a_classifier_of_each_group():
 
 def test_real_refuses_a_part_of_a_group():
     batch = PolicyBatch(torch.zeros(2, 1), torch.zeros(2, 1), torch.ones(2, 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match="3 responses of a prompt; 2 rows are no whole groups"):
+    with pytest.raises(ValueError, match="3 responses of a prompt; 2 rows are not whole groups"):
         policy_loss(batch, objective("real", group_size=3))
 
 

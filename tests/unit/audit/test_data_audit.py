@@ -65,7 +65,7 @@ PLANTED: dict[str, tuple[dict[str, Any] | str, str, dict[str, Any] | str]] = {
     "the answer at the end": (
         {"prompt": "How much is 5 + 6? Answer: 11", "labels": "11"}, "answer", {"prompt": "How much is 11 - 6?", "labels": "5"}
     ),
-    "a label that is no answer": (
+    "a label that is not an answer": (
         {"prompt": "How much is 8 + 6?", "labels": "#### none"}, "label", {"prompt": "How much is 8 + 6?", "labels": "#### 14"}
     ),
 }  # fmt: skip
@@ -290,7 +290,7 @@ def test_huge_and_odd_rows_are_audited(audit: Audit) -> None:
     [
         (["megatron_training.data_path=/nowhere/x.jsonl"], "/nowhere"),
         (["--bound=2"], "--bound 2 must be a fraction"),
-        (["--clean=/nowhere/x.jsonl"], "/nowhere is no folder"),
+        (["--clean=/nowhere/x.jsonl"], "/nowhere is not a folder"),
         (["megatron_training.tokenizer_name_or_path=null"], "tokenizer_name_or_path: not set"),
         (["megatron_training.stage=sft"], "stage: sft; the audit is of runs with rollouts"),
     ],

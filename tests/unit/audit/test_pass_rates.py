@@ -76,7 +76,7 @@ def measured(tmp_path: Path, tokenizer_folder: str) -> Callable[[int | None], tu
 
 def test_pass_rates_are_the_share_of_right_samples(measured: Callable[..., Any]) -> None:
     rates, audit, _, engine = measured()
-    # rows by index: always, never, half, once, unscored (in no rate), partly (2 of 4); the empty row is no prompt
+    # rows by index: always, never, half, once, unscored (in no rate), partly (2 of 4); the empty row is not a prompt
     assert rates.rates == {0: 1.0, 1: 0.0, 2: 0.5, 3: 0.25, 5: 0.5}
     assert (rates.always, rates.never, rates.num_unscored) == ({0}, {1}, 1)
     assert len(set(engine.seeds)) == len(engine.seeds) == 24

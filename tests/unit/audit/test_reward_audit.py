@@ -91,7 +91,7 @@ def test_a_wrong_sign_that_is_accepted_fails_and_its_twin_does_not(audit: Audit)
 
 
 def test_the_search_keeps_what_earns_more_than_its_parts(audit: Audit) -> None:
-    """The tags alone earn 0.9 of 1.9, the length alone at most 1.0: together they earn both."""
+    """Only tags earn 0.9 of 1.9, only length at most 1.0: together they earn both."""
     _, found = attack(audit, "tags+longer")
     together = {title for title, one in found["cheats"].items() if title.startswith("together") and one["share"] == 1.0}
     assert together and max(found["cheats"][title]["example"][2] for title in together) == pytest.approx(1.9, abs=0.1)

@@ -145,7 +145,7 @@ def with_lora(folder: Path, tensor_parallel: int, unified: bool, out: Path) -> N
 
 @pytest.fixture(scope="module")
 def megatron(base: Path) -> dict[str, Path]:
-    """The base cut TP 2, the same with adapters inside, and the adapters alone."""
+    """The base cut TP 2, the same with adapters inside, and only the adapters."""
     folder = base.parent
     assert run("--load-dir", base, "--save-dir", folder / "mg", "--target-tensor-parallel-size", 2) == 0
     with_lora(folder / "mg", 2, True, folder / "unified")

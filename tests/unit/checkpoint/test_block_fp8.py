@@ -74,7 +74,7 @@ def test_what_is_written_says_nothing_of_quantization() -> None:
 
 
 def as_published(source: Path, target: Path) -> dict[str, torch.Tensor]:
-    """A DeepSeek-V3 whose projections are in 8-bit floats, those of its prediction layer too; what its tensors mean."""
+    """A DeepSeek-V3 whose projections are in 8-bit floats, its prediction layer's too; what its tensors mean."""
     rows, columns = 24, 16
     shutil.copytree(source, target)
     stored, meant = {}, {}

@@ -221,7 +221,7 @@ def test_bad_megatron_folders_are_one_clear_error(qwen: Path, tmp_path: Path, ca
     split = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 2"
     for name in ("missing", "truncated", "wrong"):
         assert run(f"--load-dir {qwen} --save-dir {tmp_path}/{name} {split}") == 0
-        (tmp_path / name / "iter_0000001" / "checksums.json").unlink()  # as those of other writers, which have none
+        (tmp_path / name / "iter_0000001" / "checksums.json").unlink()  # as other writers' files, which have none
     rank = "iter_0000001/mp_rank_01_001"
     (tmp_path / "missing" / rank / "model_optim_rng.pt").unlink()
     assert "model_optim_rng.pt is missing" in message(tmp_path / "missing")

@@ -272,7 +272,7 @@ def test_optimizer_state_is_said_to_stay_behind(
     assert told not in capsys.readouterr().err
     for form in ("inside", "beside"):
         shutil.copytree(sources["mg"], tmp_path / form)
-        (tmp_path / form / "iter_0000001/checksums.json").unlink()  # as those of other writers, which have none
+        (tmp_path / form / "iter_0000001/checksums.json").unlink()  # as other writers' files, which have none
         rank = tmp_path / form / "iter_0000001/mp_rank_00"
         if form == "inside":
             content = torch.load(rank / "model_optim_rng.pt", weights_only=False)

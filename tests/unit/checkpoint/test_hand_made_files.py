@@ -261,7 +261,7 @@ def test_mindspeed_s_own_latent_attention_is_read_under_both_generations_of_name
     tiny_models.save_hf_model("deepseek3", tmp_path / "hf")
     words = ["--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "mg"]
     assert main([str(word) for word in words]) == 0
-    (tmp_path / "mg/iter_0000001/checksums.json").unlink()  # as those of other writers, which have none
+    (tmp_path / "mg/iter_0000001/checksums.json").unlink()  # as other writers' files, which have none
     hf = load_file(tmp_path / "hf" / "model.safetensors")
     file = tmp_path / "mg/iter_0000001/mp_rank_00/model_optim_rng.pt"
     content = torch.load(file, weights_only=False)

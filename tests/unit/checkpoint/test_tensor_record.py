@@ -48,7 +48,7 @@ def test_slices_of_files_and_of_memory_fill_their_place_and_nothing_else(
     other = stored(tmp_path / "other", whole.flip(0), begin)
     read = source.read()
     changed = source.read()
-    changed[3] = changed[4]  # in memory alone: the file is as it was
+    changed[3] = changed[4]  # only in memory: the file is as it was
     wanted = whole.clone()
     wanted[3] = wanted[4]
     slices = [read[5:20], other.read(0, 2, 9), read[:COLUMNS, 3:5], changed[2:6], whole[:1]]

@@ -133,7 +133,7 @@ def test_data_are_made_of_data_sets_by_texts_and_edits(
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"titel": "x"}, "titel is no field; did you mean title?"),
+        ({"titel": "x"}, "titel is not a field; did you mean title?"),
         ({"published": ""}, "published is '', but must be a text"),
         ({"twin": None}, "twin is None, but must be a text"),
         ({"data": {"x": [{"row": 1}]}}, "unexpected keyword argument 'row'"),

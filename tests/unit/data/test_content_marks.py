@@ -1,4 +1,4 @@
-"""Names of special tokens in messages are text: the tokens are those of the template, and the characters of the content."""
+"""Names of special tokens in messages are text: the tokens are the template's, and the content's characters."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_merges_and_blanks_are_those_of_the_whole_text(kind: str) -> None:
     first = [{plain.convert_tokens_to_ids(name): tokenizer.convert_tokens_to_ids(name) for name in ("<think>", "<|im_start|>")}
              .get(token, token) for token in first]  # fmt: skip
     after = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
-    if kind == "unigram":  # the blank before a text is that of its first character
+    if kind == "unigram":  # the blank before a text belongs to its first character
         whole = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
         after = whole[whole.index(end) :]
     assert turn[0] == [*first, *after]

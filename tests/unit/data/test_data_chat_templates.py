@@ -1,6 +1,6 @@
 """`--prompt-type hf` over many chat templates: text and tokens are the template's own, answers are trained and nothing else is.
 
-`CHAT_TEMPLATES=folder` adds every *.jinja of a folder: those of published models, for example (see tests/data/README.md).
+`CHAT_TEMPLATES=folder` adds every *.jinja of a folder: templates of published models, for example (see tests/data/README.md).
 """
 
 import json

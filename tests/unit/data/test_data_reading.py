@@ -27,7 +27,7 @@ CHAT = (
 )
 OPENAI_KEYS = ("reasoning_content", "reasoning", "thinking", "thought", "refusal")
 FLAGS = [("weight", 0), ("loss", False), ("train", False), ("loss_weight", 0), ("weight", 1), ("loss_scale", 1.0)]
-#: our templates, and those of tests/data by their files
+#: our templates, and the templates of tests/data by their files
 OWN = tuple(json.loads((Path(data.__file__).parent / "templates.json").read_text(encoding="utf-8")))
 OWN = tuple(entry["name"] for entry in OWN)
 FILES = {path.stem: path for path in sorted(FOLDER.rglob("*.jinja"))}
@@ -212,7 +212,7 @@ TRAINERS = ("OpenAIInstructionHandler", "SharegptStyleInstructionHandler")
 
 
 def read(handler, columns):
-    """Return the text of all tokens, that of the trained ones, and the error of a refused row."""
+    """Return the text of all tokens and of the trained ones, and the error of a refused row."""
     batch = handler.encode([(1, columns)])
     text, trained = "", ""
     for row in batch.rows:

@@ -391,7 +391,7 @@ def test_a_thought_is_refused_by_a_template_without_thoughts():
 
 
 def deepseek4_encoder():
-    """vLLM's own encoder of this model, loaded from its file alone."""
+    """vLLM's own encoder of this model, loaded only from its file."""
     package = importlib.util.find_spec("vllm")
     if package is None or not package.submodule_search_locations:
         pytest.skip("vllm is not installed")

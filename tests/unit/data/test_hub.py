@@ -168,7 +168,7 @@ def test_the_keys_of_a_run_are_replaced_by_folders(hub: Hub) -> None:
     cfg = fetch_models(load_run_config("grpo_tiny_cpu", None, overrides))
     folder = str(fetch(HubName("hf://", "own/tiny"), "load"))
     assert (cfg.actor_config.load, cfg.actor_config.tokenizer_name_or_path) == (folder, folder)
-    # a folder that the run will write is no name
+    # a folder that the run will write is not a name
     written = {"load": "own/run1", "save": "own/run1", "pretrained_checkpoint": "own/tiny"}
     kept = [overrides[1], *(f"actor_config.{key}={value}" for key, value in written.items())]
     cfg = fetch_models(load_run_config("grpo_tiny_cpu", None, kept))

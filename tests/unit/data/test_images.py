@@ -313,7 +313,7 @@ def test_both_sides_of_a_pair_have_the_images_of_its_prompt(folder: Path, rules:
     ]
     settings = {"image_folder": str(tmp_path)}
     preprocess_answers(folder, rows, tmp_path / "pairs", "SharegptStylePairwiseHandler", **settings)
-    # the prompt of a pair is that of the same rows as instruction data
+    # the prompt of a pair equals the same rows' as instruction data
     answers = [
         {"conversations": [*row["conversations"], {"from": "gpt", "value": "chosen"}], "images": row.get("images", [])}
         for row in rows
@@ -405,7 +405,7 @@ def test_engines_get_one_token_an_image_and_sampled_image_tokens_stay(rules: Ima
     images = [StoredImage(rules, "a", (1, 4, 4)), StoredImage(rules, "b", (1, 2, 4))]
     ids = [9, START, PAD, PAD, PAD, PAD, END, 8, START, PAD, PAD, END, 7, PAD, PAD, PAD]
     assert collapse_image_tokens(ids, images) == [9, START, PAD, END, 8, START, PAD, END, 7, PAD, PAD, PAD]
-    with pytest.raises(ValueError, match="lacks those of 1 of its 2 images"):
+    with pytest.raises(ValueError, match="lacks the tokens of 1 of its 2 images"):
         collapse_image_tokens(ids[:8], images)
     with pytest.raises(ValueError, match="has sampled an image token"):
         collapse_image_tokens([9, PAD, *ids], images)

@@ -167,7 +167,7 @@ EMPTY, THOUGHT, SYSTEM = "<think>\n\n</think>\n\n", "<think>\nhm\n</think>\n\n",
     [
         # ms-swift's sft: an empty thought in each answer without one, none of which trains; earlier thoughts stay and train
         (False, (EMPTY, "", EMPTY), ("A1", f"{THOUGHT}A2", "A3")),
-        # its preference stages, whose last answers alone train: earlier answers have no thought at all
+        # its preference stages, of which only the last answers train: earlier answers have no thought at all
         (True, ("", "", EMPTY), ("A1", "A2", "A3")),
     ],
 )

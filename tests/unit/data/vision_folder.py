@@ -1,4 +1,4 @@
-"""Folders of tiny models of images for tests: those of the example, by family."""
+"""Folders of tiny models of images for tests: the example's, by family."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_abort_ends_a_wait(plane):
 
 def test_a_dock_that_is_stopped_and_one_that_is_dead_are_lost_and_nobody_waits_for_them(cluster):
     started = make_data_plane("td", 4, N, USERS)
-    started.clear(4)  # its process is there: on a busy machine that alone may take longer
+    started.clear(4)  # its process is there: on a busy machine this may take longer
     plane = TransferDockClient(started._actor, result_timeout_s=5.0)
 
     mine = psutil.Process().children(recursive=True)

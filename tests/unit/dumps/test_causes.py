@@ -1,4 +1,4 @@
-"""Which cause recorded numbers lead to. The numbers are those of tests/dist/test_train_rollout_comparison.py, rounded."""
+"""Which cause recorded numbers lead to. The numbers come from tests/dist/test_train_rollout_comparison.py, rounded."""
 
 from __future__ import annotations
 

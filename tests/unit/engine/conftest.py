@@ -20,7 +20,7 @@ from mindspeed_rl.models.plan import plan_model
 
 @pytest.fixture(scope="module")
 def training_world(single_process_world: None) -> None:
-    """Process groups of this process alone."""
+    """Process groups of only this process."""
     parallel.init_process_group(parallel.RankInfo(0, 1, 0), 60)
     parallel._init_model_parallel(MegatronConfig(), 1, 60)
 

@@ -73,7 +73,7 @@ def test_counts_that_do_not_divide_are_errors() -> None:
 
 
 def test_the_case_in_which_plain_differencing_overshoots_keeps_the_budget() -> None:
-    lengths = [2, 7, 19, 12, 18, 20, 1, 4, 10]  # three bins by differencing alone: 32, 31, 30
+    lengths = [2, 7, 19, 12, 18, 20, 1, 4, 10]  # three bins by mere differencing: 32, 31, 30
     bins = pack_within_budget(lengths, 31)
     assert max(sums(bins, lengths)) <= 31
     assert_partition(bins, len(lengths))

@@ -26,7 +26,7 @@ LR, DECAY = 0.02, 0.1
 
 
 def orthogonal_factor(update: np.ndarray, steps: int) -> np.ndarray:
-    """The same by its singular values: an odd polynomial of a matrix is that of each singular value."""
+    """The same by its singular values: an odd polynomial of a matrix acts on each singular value."""
     u, s, vt = np.linalg.svd(update, full_matrices=False)
     s = s / math.sqrt((s**2).sum())
     for _ in range(steps):

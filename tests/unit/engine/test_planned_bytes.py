@@ -1,4 +1,4 @@
-"""Bytes that are planned from shapes against those of models that Megatron built."""
+"""Bytes that are planned from shapes against the bytes of models that Megatron built."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_streamed_layers_give_the_numbers_of_resident_ones_and_two_are_there_at_
                 assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
             engine.offloader.offload(params=True)
             assert engine.offloader.resident_bytes()["weights"] == 0
-    # the planner's count, from the table of weights; expert_bias and the like are no parameters
+    # the planner's count, from the table of weights; expert_bias and the like are not parameters
     (counted,) = count_streamed_elements(engine.plan, engine.config)
     assert max(there for _, there in seen) == counted.parameters * (2 if bf16 else 4) < total
     assert len(seen) == LAYERS * 2 * (2 + 1)

@@ -111,7 +111,7 @@ def test_a_frozen_tower_computes_an_image_once_for_log_probs_and_update(monkeypa
     update = embed(encoder, vision, SMALL, WIDE)
     assert torch.equal(update, log_probs) and seen == [11]  # both images in one pass
     embed(encoder, vision, WIDE, TALL)
-    assert seen == [11, 12]  # the new one alone
+    assert seen == [11, 12]  # only the new one
     monkeypatch.setattr(engine_vision, "_CACHE_BYTES", 4 * 64 * 3 * 12)  # room for the last image and its two further levels
     embed(encoder, vision, TALL)
     embed(encoder, vision, SMALL)

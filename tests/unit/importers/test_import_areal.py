@@ -126,7 +126,7 @@ def test_words_of_a_command_are_over_the_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected", "keys"),
     [
-        # without a spread of the group, that of the batch divides alone
+        # without a spread of the group, only the batch's divides
         ({"std_level: group": "std_level: null"}, {"advantage_scale": "none"}, {"adv_epsilon": 1e-5}),
         # rewards less the mean of the other three are 4/3 as large, so epsilon is 3/4
         ({"std_level: group": "std_level: null, mean_leave1out: true"}, {"advantage_scale": "none"}, {"adv_epsilon": 7.5e-6}),
@@ -249,7 +249,7 @@ def test_what_is_not_available_is_named(folder: Path, before: str, after: str, m
         ("args, GRPOConfig)", "args, OwnConfig)", "OwnConfig, its own configuration"),
         ("enable_thinking=True", "enable_thinking=args[0]", "enable_thinking is code"),
         ("PPOTrainer", "Trainer", "train.py starts no trainer"),
-        ("def main", "def main:", "is no Python program"),
+        ("def main", "def main:", "is not a Python program"),
     ],
 )
 def test_what_a_program_changes_is_named(folder: Path, before: str, after: str, message: str) -> None:

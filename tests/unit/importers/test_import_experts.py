@@ -1,4 +1,4 @@
-"""Experts of imports: the balancing loss and the routers' bias are those of the source, not of config.json."""
+"""Experts of imports: the balancing loss and the routers' bias come from the source, not from config.json."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_trl_features_that_are_missing_are_named(options: str, feature: str) -> 
 
 def test_sft_of_trl_asks_which_tokens_train() -> None:
     command = "trl sft --model_name_or_path m --dataset_name d --num_train_epochs 1"
-    fail("trl", command, "trained_tokens would be those of the answers here, but is those of the questions too", devices=8)
+    fail("trl", command, "trained_tokens would be the answers' here, but is the questions' too", devices=8)
     run = take("trl", command + " --assistant_only_loss true", devices=8)
     assert run.tree["megatron_training"]["train_epochs"] == 1
     assert "OpenAIInstructionHandler" in run.translated["--dataset_name"]
@@ -118,8 +118,8 @@ def test_slime_divides_a_rollout_into_steps_and_averages_sequences() -> None:
     assert (rl["mini_batch_size"], training["global_batch_size"], rl["n_samples_per_prompt"]) == (8, 32, 8)
     assert (training["lr_warmup_iters"], rl["loss_type"], rl["clip_ratio_high"]) == (2, "grpo", 0.28)
     assert run.plans is not None and run.plans[0].total_steps == 40
-    assert training["no_shuffle"] is True  # slime shuffles with --rollout-shuffle alone
-    fail("slime", SLIME + "--num-rollout 10 --num-steps-per-rollout 4 --lr-warmup-iters 6", "no whole number of rollouts")
+    assert training["no_shuffle"] is True  # slime shuffles only with --rollout-shuffle
+    fail("slime", SLIME + "--num-rollout 10 --num-steps-per-rollout 4 --lr-warmup-iters 6", "not a whole number of rollouts")
 
 
 def test_slime_without_colocation_has_servers_and_its_second_script_is_one_rollout_ahead() -> None:
@@ -151,7 +151,7 @@ def test_slime_features_that_are_missing_are_named(options: str, feature: str) -
 def test_the_teacher_of_slime_is_in_the_advantages_next_to_the_rewards() -> None:
     command = SLIME + "--num-rollout 10 --global-batch-size 256 --use-opd --opd-type megatron --opd-kl-coef 0.5 "
     run = take("slime", command + "--opd-teacher-load /m/Qwen3-32B_torch_dist/")
-    # advantage - coef * (log-prob of the student - that of the teacher), after the division by the group's spread
+    # advantage - coef * (log-prob of the student - the teacher's), after the division by the group's spread
     assert run.tree["rl_config"]["distillation"] == {
         "enabled": True,
         "teacher_models": ["/m/Qwen3-32B"],
@@ -387,7 +387,7 @@ def test_a_reward_function_of_openrlhf_is_a_module_that_replaces_the_model() -> 
     run = take("openrlhf", command.replace("examples/mine.py", "/x/mine.py"))
     assert run.tree["rl_config"]["reward_funcs"] == ["mine:reward_func"]
     assert "PYTHONPATH=/x" in run.translated["--reward.remote_url"]
-    fail("openrlhf", command.replace("examples/mine.py", "http://10.0.0.1:5000/get_reward"), "is no Python file")
+    fail("openrlhf", command.replace("examples/mine.py", "http://10.0.0.1:5000/get_reward"), "is not a Python file")
 
 
 def test_openrlhf_generates_until_there_are_enough_groups() -> None:
@@ -463,10 +463,10 @@ def test_a_sourced_file_has_the_words_behind_its_name_as_arguments(tmp_path: Pat
 @pytest.mark.parametrize(
     ("row", "options", "trained"),
     [
-        ({"messages": []}, "", "those of the questions too, unless rows have a completion"),
-        ({"text": "a"}, "", "those of the questions too, unless rows have a completion"),
+        ({"messages": []}, "", "the questions' too, unless rows have a completion"),
+        ({"text": "a"}, "", "the questions' too, unless rows have a completion"),
         ({"prompt": "a", "completion": "b"}, "", None),
-        ({"prompt": "a", "completion": "b"}, "--completion_only_loss false", "those of the questions too"),
+        ({"prompt": "a", "completion": "b"}, "--completion_only_loss false", "the questions' too"),
         ({"messages": []}, "--assistant_only_loss", None),
         ({"prompt": "a", "completion": "b"}, "--completion_only_loss true", None),
     ],

@@ -146,7 +146,7 @@ def test_objectives_and_devices(folder: Path, changes: dict[str, str], expected:
         ("list(range(0,8))\nreference", "list(range(4,12))\nreference", "shares some of the actor's devices"),
         ("list(range(0,8))\nreference", "[0, x]\nreference", "must be a list of devices"),
         ("response_length: 1024", "response_length: ${absent}", "a reference has no value"),
-        ("rollout_batch_size: 32", "rollout_batch_size: 20", "no whole optimizer steps"),
+        ("rollout_batch_size: 32", "rollout_batch_size: 20", "not whole optimizer steps"),
         ("use_kl_loss: true", "use_kl_loss: true\nadd_token_level_kl: true", "has one place here"),
     ],
 )

@@ -62,7 +62,7 @@ def test_the_learning_rate_is_constant_and_decays_only_where_it_is_written() -> 
         "trainer.total_training_steps=40"
     )
     assert run.plans is not None
-    # at rollout 10 of 40, 5 of them warm-up; the schedule of the last one is that of rollout 39
+    # at rollout 10 of 40, 5 of them warm-up; the schedule of the last one ends at rollout 39
     expected = [2e-6 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 5) / 35)) / 2) for step in (10, 39)]
     for plan in run.plans:
         assert [plan.lr_first, plan.lr_10, plan.lr_last] == pytest.approx([0.0, *expected], rel=1e-6)
@@ -261,7 +261,7 @@ def test_gspo_of_release_0_9_1_averages_as_its_option_says(aggregation: str, los
 
 def test_the_plan_has_both_averages_of_gspo() -> None:
     text = imported(f"{A}.policy_loss.loss_mode=gspo").summarize()
-    assert "sequence (main), token (0.9.1)" in text and "--set VERL_RELEASE=0.9.1 takes that of the release" in text
+    assert "sequence (main), token (0.9.1)" in text and "--set VERL_RELEASE=0.9.1 takes the release's" in text
     assert "(0.9.1)" not in imported(f"{A}.policy_loss.loss_mode=gspo {A}.loss_agg_mode=seq-mean-token-mean").summarize()
 
 
@@ -451,7 +451,7 @@ def test_bypass_with_reinforce_is_the_plain_policy_gradient_with_weights() -> No
     assert "with seq-mean-token-mean" in refusal(f"{reinforce} {A}.loss_agg_mode=seq-mean-token-mean")
     both = f"{prefix}.rollout_is=token {prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=2"
     assert "rollout_rs: not available here: with weights of rollout_is" in refusal(f"{reinforce} {both}")
-    # read in bypass_mode alone
+    # read only in bypass_mode
     assert imported(f"{prefix}.loss_type=reinforce").get("rl_config.loss_type") == "dapo"
 
 
@@ -540,7 +540,7 @@ def test_ppo_has_a_critic_with_its_own_rate() -> None:
     assert run.plans is not None and (run.plans[1].value_clip, run.plans[1].critic_lr) == (0.4, 2e-5)
     assert "critic.model.path is missing" in refusal("algorithm.adv_estimator=gae")
     assert "next to a critic" in refusal(f"algorithm.adv_estimator=gae critic.model.path=c {A}.use_kl_loss=True")
-    # what a critic would have is no matter without one
+    # what a critic would have does not matter without one
     assert "critic_config" not in imported("critic.optim.lr=3e-5 critic.fsdp.param_offload=True trainer.critic_warmup=0").tree
 
 
@@ -564,7 +564,7 @@ def test_the_reward_follows_the_source_of_the_data() -> None:
     run = imported("custom_reward_function.path=/x/mine.py")
     assert run.get("rl_config.verifier_function") == ["mine:compute_score"]
     assert "PYTHONPATH=/x" in run.translated["custom_reward_function.path"]
-    assert "no Python file" in refusal("custom_reward_function.path=mine")
+    assert "not a Python file" in refusal("custom_reward_function.path=mine")
 
 
 def test_veomni_has_ulysses_experts_and_a_cosine_of_its_own() -> None:
@@ -572,7 +572,7 @@ def test_veomni_has_ulysses_experts_and_a_cosine_of_its_own() -> None:
     run = imported(words + f"{A}.veomni.router_replay.mode=R2 {A}.optim.lr_min=1e-7 {A}.grad_clip=0.3")
     training = run.tree["megatron_training"]
     assert (training["context_parallel_size"], training["expert_model_parallel_size"]) == (2, 4)
-    # config/optim/veomni.yaml: cosine, clip_grad 1.0; the engine reads optim.clip_grad alone
+    # config/optim/veomni.yaml: cosine, clip_grad 1.0; the engine reads only optim.clip_grad
     assert (training["lr_decay_style"], training["min_lr"], training["clip_grad"]) == ("cosine", 1e-7, 1.0)
     assert run.get("rl_config.router_replay.mode") == "R2"
     assert run.plans is not None and (run.plans[0].cp, run.plans[0].ep, run.plans[0].dp) == (2, 4, 4)
@@ -779,7 +779,7 @@ def test_layers_and_dropout_are_those_of_an_adapter_that_is_here(tmp_path: Path)
     config.write_text('{"target_modules": ["router"]}')
     assert "adapts router, no projection of attention or MLP" in refusal(f"model.lora_adapter_path={tmp_path}", SFT, rows=1000)
     config.write_text("{")
-    assert "adapter_config.json is no JSON" in refusal(f"model.lora_adapter_path={tmp_path}", SFT, rows=1000)
+    assert "adapter_config.json is not JSON" in refusal(f"model.lora_adapter_path={tmp_path}", SFT, rows=1000)
 
 
 def test_a_path_of_no_adapter_changes_nothing() -> None:
@@ -869,7 +869,7 @@ def test_a_run_of_supervised_verl_saves_where_verl_does() -> None:
 
 
 def test_a_layout_that_does_not_fit_is_named_with_what_would_fit(tmp_path: Path) -> None:
-    # 32 billion parameters: bfloat16 weights alone have 61 GiB, on each of 8 devices without a split
+    # 32 billion parameters: the bfloat16 weights have 61 GiB, on each of 8 devices without a split
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600,
         "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,

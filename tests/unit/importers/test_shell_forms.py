@@ -22,7 +22,7 @@ def _with_beta(text: str) -> str:
 SAME = {
     "source": f"export {N}\nsource ./env.sh\n{_with_beta('$BETA')}",
     "source with arguments": f"export {N}\n. ./given.sh 0.01\n{_with_beta('$B')}",
-    "source without arguments keeps those of the script": f"set -- 0.01\n. ./keeps.sh\n{N} {_with_beta('$C')}",
+    "source without arguments keeps the script's": f"set -- 0.01\n. ./keeps.sh\n{N} {_with_beta('$C')}",
     "arguments are as before after a sourced file": f"set -- 0.01\n. ./given.sh 2\n{N} {_with_beta('$1')}",
     "slice of an array": f'A=(x y {OPTIONS})\n{N} swift rlhf "${{A[@]:2}}"',
     "slice with a length": f'A=(x {OPTIONS} y)\n{N} swift rlhf "${{A[@]:1:7}}"',

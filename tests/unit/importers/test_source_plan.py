@@ -1,4 +1,4 @@
-"""The numbers by which a command and its run file are compared: learning rates are those of the scheduler."""
+"""The numbers by which a command and its run file are compared: learning rates come from the scheduler."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_difference_is_named_and_rounding_is_none() -> None:
     # a warm-up of one step more, and the rates that it moves
     assert find_differences(PLAN, dataclasses.replace(PLAN, lr_warmup_steps=11, lr_10=1e-5 * 10 / 11)) == {}
     assert set(find_differences(PLAN, dataclasses.replace(PLAN, lr_warmup_steps=12))) == {"lr_warmup_steps"}
-    # one side alone has a number
+    # only one side has a number
     assert set(find_differences(PLAN, dataclasses.replace(PLAN, beta=0.1))) == {"beta"}
 
 

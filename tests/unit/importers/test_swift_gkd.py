@@ -127,4 +127,4 @@ def test_the_built_in_scheduler_continues_wrong_responses() -> None:
     run = take(f"{TEACHER} --multi_turn_scheduler math_tip_trick --max_turns 2 --loss_scale last_round")
     assert run.get("rl_config.multi_turn_scheduler") == "mindspeed_rl.rollout.agents.swift_schedulers:MathTips"
     assert run.get("megatron_training.dataset_additional_keys") == ["labels"]
-    assert "the last alone trains" in fail(f"{TEACHER} --multi_turn_scheduler a:B --loss_scale last_round")
+    assert "only the last trains" in fail(f"{TEACHER} --multi_turn_scheduler a:B --loss_scale last_round")

@@ -177,7 +177,7 @@ def test_mappings_of_the_command_line_are_the_options_in_them() -> None:
     ("word", "named"),
     [
         ("~algorithm.gamma", "takes away"),
-        ("data.return_raw_chat", "no key such as"),
+        ("data.return_raw_chat", "not a key such as"),
         ("reward@reward=mine", "reward/mine.yaml is not here"),
         ("--multirun", "several runs"),
         ("--info", "no option of Hydra"),

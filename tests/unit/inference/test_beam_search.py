@@ -81,7 +81,7 @@ def test_sampled_beams_with_top_p_keep_the_smallest_set_that_holds_the_mass() ->
         for seed in range(40)
         for beam in beam_search([9], next_tokens, BeamSettings(2, 1, frozenset(), sampling=(1.0, 3, 0.6), seed=seed))
     )
-    assert set(counts) == {1, 2}  # 0.5 alone is below 0.6, 0.5 + 0.4 is above
+    assert set(counts) == {1, 2}  # 0.5 is below 0.6, 0.5 + 0.4 is above
 
 
 def test_sampled_beams_vary_with_the_seed_and_with_nothing_else() -> None:

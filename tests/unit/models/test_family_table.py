@@ -1,4 +1,4 @@
-"""The table of families in docs/models.md has a row for each family, and cells from test results alone."""
+"""The table of families in docs/models.md has a row for each family, and cells only from test results."""
 
 from __future__ import annotations
 

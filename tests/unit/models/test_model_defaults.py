@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture
 
 _KINDS = {kind: name for name in ARCHITECTURES for kind in find_architecture(name).model_types if kind in CONFIG_MAPPING}
-#: `adaptors.model_classes` may have added to those of transformers
+#: `adaptors.model_classes` may have added to transformers' classes
 FAMILIES = {kind: name for kind, name in _KINDS.items() if CONFIG_MAPPING[kind].__module__.startswith("transformers.")}
 #: keys that say what a model is for, and those that every layer repeats
 NOT_SHAPE = ("architectures", "model_type", "layer_types")

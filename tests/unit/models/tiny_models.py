@@ -201,7 +201,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-#: families whose layers are those of a class of transformers, under another name: {model: (class, model_type)}
+#: families with the layers of a class of transformers, under another name: {model: (class, model_type)}
 RENAMED = {"mimo": ("MiMoForCausalLM", "mimo"), "internlm3": ("InternLM3ForCausalLM", "internlm3")}
 
 

@@ -265,7 +265,7 @@ def numa_nodes(folder: Path, *cpulists: str) -> Path:
 def test_processors_of_every_numa_node_are_usable(
     allowed: Collection[int], environment: dict[str, str], status: str, words: str, tmp_path: Path
 ) -> None:
-    # the last node has memory alone
+    # the last node has only memory
     finding = checks.check_numa(environment, numa_nodes(tmp_path, "0-3", "4-5,6-7", ""), set(allowed))
     assert finding.status == status and words in finding.text and bool(finding.fix) == (status == "warn")
 

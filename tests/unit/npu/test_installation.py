@@ -154,7 +154,7 @@ def test_an_older_glibc_is_refused_with_the_lines_that_run_on_it(tmp_path: Path)
 
 def test_a_newer_cann_than_the_lines_is_said_to_be_another(tmp_path: Path) -> None:
     _, text = install(tmp_path / "a", cann="9.2.0")
-    assert "CANN 9.2 is that of vllm-ascend 0.30; the line main was released with CANN 9.1.0" in text
+    assert "CANN 9.2 belongs to vllm-ascend 0.30; the line main was released with CANN 9.1.0" in text
     _, text = install(tmp_path / "b", cann="9.1.0")
     assert "vllm-ascend 0.30" not in text
 
@@ -172,7 +172,7 @@ def test_a_folder_for_machines_without_a_network_is_made_for_one_kind_of_machine
     assert status == 1 and "--download and --offline are the two halves of one installation" in text
     chosen = {"python": sys.executable}
     status, text = install(tmp_path / "b", "--offline", str(folder), **chosen)
-    assert status == 1 and f"'{folder}' is no folder that install.sh --download has filled to its end" in text
+    assert status == 1 and f"'{folder}' is not a folder that install.sh --download has filled to its end" in text
     folder.mkdir()
     (folder / "made-for").write_text("line main, chip a3, aarch64, Python 3.10\n")
     status, text = install(tmp_path / "c", "--offline", str(folder), **chosen)

@@ -146,7 +146,7 @@ def test_the_environments_of_both_pythons_differ_in_megatron_and_in_setuptools_a
     [
         ("echo 3.13", None, " is Python 3.13: Python 3.11 or 3.12 is needed."),
         ("exit 1", None, " cannot be run: Python 3.11 or 3.12 is needed."),
-        ("echo 3.10", sys.prefix, "which is not that of PYTHON="),
+        ("echo 3.10", sys.prefix, "which differs from PYTHON="),
     ],
 )
 def test_the_cpu_installer_refuses_other_pythons(interpreter: str, folder: str | None, message: str, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class LatentKernel:
 
 
 class LatentAttention(nn.Module):
-    """A layer of latent attention as vllm-ascend has it: the kernel object is no module."""
+    """A layer of latent attention as vllm-ascend has it: the kernel object is not a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def assert_kernels_see(layer: AscendExperts, w13: torch.Tensor, w2: torch.Tensor
     assert torch.equal(layer.w13_weight, w13.transpose(1, 2)) and torch.equal(layer.w2_weight, w2.transpose(1, 2))
 
 
-# the second size is where shapes alone cannot tell the layouts apart: hidden == 2 * inner
+# the second size is where shapes cannot tell the layouts apart: hidden == 2 * inner
 @pytest.mark.parametrize("inner", [3, HIDDEN // 2, HIDDEN])
 def test_expert_weights_reach_the_kernels_layout_after_every_push(inner: int) -> None:
     layer = AscendExperts(inner)

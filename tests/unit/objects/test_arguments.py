@@ -168,7 +168,7 @@ def test_adapters_are_those_of_peft(tiny_model: Path, tmp_path: Path) -> None:
         ({"seed": "seven"}, r"seed .*'seven'.*\(seed of GRPOConfig\)"),
         ({"learning_rate": "fast"}, "learning_rate is 'fast', but must be a number"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type polynomial: not available"),
-        ({"per_device_train_batch_size": 6}, "6 completions of a rollout are no whole groups of 8"),
+        ({"per_device_train_batch_size": 6}, "6 completions of a rollout are not whole groups of 8"),
         ({"keys": {"rl_config.clip_ratoi": 1}}, "clip_ratoi.* is not a known key"),
         ({"optim": "adafactor"}, "unexpected keyword argument 'optim'"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 reward functions"),

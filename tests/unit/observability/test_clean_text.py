@@ -31,7 +31,7 @@ PLAIN = ["", "line\n\ttab", "数学：1 + 1 = 2。", "العربية", "👩‍�
 
 
 def _obeyed(text: str) -> list[str]:
-    """Characters that are no text: controls but ends of lines, formats but joiners, halves."""
+    """Characters that are not text: controls but ends of lines, formats but joiners, halves."""
     kinds = {char: unicodedata.category(char) for char in text}
     joiners = "\n\t\u0085\u2028\u2029\u200c\u200d"
     return [char for char, kind in kinds.items() if kind in ("Cc", "Cf", "Zl", "Zp", "Cs") and char not in joiners]

@@ -40,7 +40,7 @@ def test_a_part_that_saw_nothing_changes_nothing():
     empty = Metrics({"loss": Metric("mean", 0.0, 0.0), "top": Metric("max", -math.inf, 0.0)})
     full = Metrics({"loss": Metric("mean", 3.0, 2.0), "top": Metric("max", -7.0)})
     assert merge([empty, full, empty]).results() == {"loss": 1.5, "top": -7.0}
-    # a mean over nothing is no number to show
+    # a mean over nothing is not a number to show
     assert math.isnan(empty["loss"].result()) and list(empty.results()) == ["top"]
 
 

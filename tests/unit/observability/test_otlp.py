@@ -96,7 +96,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_dashboard_reads_the_names_that_prometheus_gives_to_the_metrics() -> None:
-    """Prometheus replaces what is no letter, digit or underscore; every chart of the report is a panel."""
+    """Prometheus replaces what is not a letter, digit or underscore; every chart of the report is a panel."""
     dashboard = json.loads((ROOT / "configs/grafana/mindspeed_rl.json").read_text())
     assert dashboard == build_dashboard(), "run python -m mindspeed_rl.observability.grafana"
     queries = {panel["title"]: panel["targets"][0]["expr"] for panel in dashboard["panels"] if panel["type"] == "timeseries"}

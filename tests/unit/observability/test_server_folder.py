@@ -77,7 +77,7 @@ def test_a_damaged_offer_is_passed_over_and_named_once(tmp_path: Path, caplog: p
         path.unlink()
         assert run.list_offers() == [right]
         [text] = [record.getMessage() for record in caplog.records]
-        assert "1.2.3.4_5.json is no offer of a server, and is passed over: " in text and len(text) < 500, name
+        assert "1.2.3.4_5.json is not an offer of a server, and is passed over: " in text and len(text) < 500, name
         assert "a b" not in text or not name.startswith("token")  # a secret, however damaged
 
 

@@ -190,7 +190,7 @@ def test_a_cause_is_named_where_the_figures_show_it_and_nowhere_else(cause: str)
     assert rows[name].is_broken and words in rows[name].cause
     others = [other for key, (_, _, other) in CAUSES.items() if key != cause]
     assert not any(other in rows[name].cause for other in others)
-    # the same figures of a run that keeps its promise are no cause
+    # the same figures of a run that keeps its promise are not a cause
     kept = figures | {"timing__update": 20.0, "timing__rollout": 50.0, "timing__all": 100.0}
     assert not any(row.cause for row in compare_with(PROMISED, ASSUMED, _history(**kept)))
 

@@ -24,7 +24,7 @@ SHAPES: dict[str, tuple[int, ...]] = {UP: (600, 40), DOWN: (40, 300), NORM: (40,
 
 @pytest.fixture(scope="module")
 def group(single_process_world: None) -> None:
-    """A process group of this process alone."""
+    """A process group of only this process."""
     torch.distributed.init_process_group("gloo")
 
 

@@ -1,4 +1,4 @@
-"""Senders and exchanges are those of the plain loops that say how they are chosen."""
+"""Senders and exchanges equal the choices of plain loops."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Pair:
 def ops_of(name: str, packing: ExpertPacking | None = None, **network_changes: Any) -> list[WeightOp]:
     entry, config = CONFIGS[name]
     values = config.to_dict() | {"architectures": [entry]}
-    if name == "latent":  # the prediction layer is no part of what an engine takes
+    if name == "latent":  # the prediction layer is not part of what an engine takes
         values["num_nextn_predict_layers"] = 0
     architecture = architecture_for(values)
     return architecture.weight_ops(architecture.read_model_config(values), packing)

@@ -22,7 +22,7 @@ from mindspeed_rl.resharding.transfer import Sources
 
 @pytest.fixture(scope="module")
 def group(single_process_world: None) -> None:
-    """A process group of this process alone."""
+    """A process group of only this process."""
     torch.distributed.init_process_group("gloo")
 
 

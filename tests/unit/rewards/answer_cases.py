@@ -719,7 +719,7 @@ MAKERS: tuple[Maker, ...] = (
 
 
 def make_cases(per_kind: int, seed: int = 48) -> list[Case]:
-    """Return so many cases of each type, and those of GSM8K's labels."""
+    """Return so many cases of each type, and the cases of GSM8K's labels."""
     rng = random.Random(seed)
     made = [maker(rng) for maker in MAKERS for _ in range(per_kind)]
     return made + [case for row in _GSM8K.read_text(encoding="utf-8").splitlines() for case in [_grade_school(json.loads(row))]]

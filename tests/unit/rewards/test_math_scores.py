@@ -258,7 +258,7 @@ def test_retool_reward_forgives_a_wrong_answer_a_tenth_for_each_call(
         ("it is 5.", "5", 0.0),  # ms-swift looks for LaTeX unless there is an <answer>
         (r"so \boxed{6}", "5", 0.0),
         (r"so \boxed{5}", "", 0.0),
-        (r"so \boxed{\sqrt{3}}", r"\sqrt{3}", 1.0),  # bare LaTeX, which math-verify alone does not read
+        (r"so \boxed{\sqrt{3}}", r"\sqrt{3}", 1.0),  # bare LaTeX, which math-verify by itself does not read
         (r"so \boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
         (r"so \boxed{2}", r"\{1, 2\}", 0.0),
         (r"so \boxed{(1,2]}", "(1,2]", 1.0),

@@ -364,7 +364,7 @@ def test_a_closed_pool_says_so() -> None:
 )
 def test_a_function_that_breaks_the_connection_costs_its_own_sample(response: str, hostile_pool: RewardPool) -> None:
     results = hostile_pool.score(samples("a", "b", response, "c", "d"))
-    assert [result.total for result in results] in ([1.0, 1.0, None, 1.0, 1.0], [1.0] * 5)  # some bytes are no message yet
+    assert [result.total for result in results] in ([1.0, 1.0, None, 1.0, 1.0], [1.0] * 5)  # some bytes are not a message yet
     assert [result.total for result in hostile_pool.score(samples("a", "b"))] == [1.0, 1.0]
 
 

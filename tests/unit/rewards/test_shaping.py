@@ -19,7 +19,7 @@ SETTINGS = RewardSettings(max_tokens=100)
         ("5", 0, 1.0),
         ("5", 50, 0.75),
         ("5", 100, 0.5),
-        ("5", 150, 0.5),  # clamped: the cosine alone would give 0.75 again
+        ("5", 150, 0.5),  # clamped: the plain cosine would give 0.75 again
         ("6", 0, -0.5),
         ("6", 50, -0.25),
         ("6", 100, 0.0),

@@ -158,7 +158,7 @@ def test_a_file_in_ms_swifts_form_scores_as_it_does_there(tmp_path: Path, packag
     text = "<think>x</think> <answer>4</answer>"
     assert found["sum"] == [103.0, 0.0]  # repetition_n_grams 3 + max_completion_length 100
     assert found["words"] == [1 + 20 + 100, len(text) + 20 + 200]
-    # a bare number is no anchored answer; right, as the content of <answer>, and of the format
+    # a bare number is not an anchored answer; right, as the content of <answer>, and of the format
     assert found["both"] == [0.0, 11.0]
     assert found["length"] == [1.0, float(len(text))]
     assert "DefaultRMPlugin" in found["absent"] or "Judge of ms-swift is not available here" in found["absent"]

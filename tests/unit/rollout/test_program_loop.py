@@ -306,7 +306,7 @@ def test_a_grader_reads_what_the_program_left_in_its_folder(
 def test_a_grader_that_code_of_the_sample_ends_gives_a_zero_and_a_line(
     tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # pytest ends with 2 where a file of the sample is no Python, and code that it imports may end it with any status
+    # pytest ends with 2 where a file of the sample is not Python, and code that it imports may end it with any status
     (result,) = programmed(tmp_path, [{"do": "write"}], "42", grader=["sh", "-c", f"echo broken >&2; exit {status}"])
     assert (result.final_reward, result.failure, result.metrics["agent_grader_errors"]) == (0.0, "", 1.0)
     assert f"the grader: it ended with status {status}: broken; the reward is 0" in caplog.text

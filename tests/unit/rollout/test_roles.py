@@ -155,4 +155,4 @@ def test_a_role_is_compared_with_itself_in_the_samples_of_the_prompt() -> None:
     assert torch.equal(advantages, returns) and not advantages[~mask].any()
     results = metrics.results()
     assert results["roles/con/reward"] == pytest.approx((0.25 - 2 + 2 - 2 + 1 - 2) / 4)
-    assert results["roles/judge/tokens"] == 1.0 and advantages[2, 2] == 0.0  # alone in its group
+    assert results["roles/judge/tokens"] == 1.0 and advantages[2, 2] == 0.0  # the only one of its group

@@ -130,6 +130,6 @@ def test_without_blocking_a_share_is_cut_into_dispatches_of_whole_micro_batches(
     assert cut["actor_update_dispatch_size"] == whole["actor_update_dispatch_size"]
     written = prompt_level(rl_config={"blocking": False, "ref_dispatch_size": 64})
     assert written.sizes.dispatch_sizes()["ref_dispatch_size"] == 64
-    # 64 / 4 replicas = 16 rows, micro-batches of 6: nothing is whole, so the count alone is cut
+    # 64 / 4 replicas = 16 rows, micro-batches of 6: nothing is whole, so only the count is cut
     uneven = prompt_level(rl_config={"blocking": False, "n_samples_per_prompt": 2}, megatron_training={"micro_batch_size": 6})
     assert uneven.sizes.dispatch_sizes()["ref_dispatch_size"] == 2

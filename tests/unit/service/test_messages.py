@@ -9,7 +9,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from mindspeed_rl.service import messages, protobuf
 from mindspeed_rl.service.backend import CallError, PassResult, Sample, SampleResult
 
-#: message -> fields: (number, name, type, message or "", repeats); types are those of FieldDescriptorProto
+#: message -> fields: (number, name, type, message or "", repeats); types are FieldDescriptorProto's
 _DOUBLE, _INT64, _INT32, _BOOL, _STRING, _MESSAGE, _BYTES, _UINT32 = 1, 3, 5, 8, 9, 11, 12, 13
 _FILE = {
     "SparseCsr": [(1, "values", _BYTES), (2, "crow_indices", _BYTES), (3, "col_indices", _BYTES)],

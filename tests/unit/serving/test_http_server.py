@@ -145,7 +145,7 @@ def test_calls_are_posts() -> None:
 class Server:
     """uvicorn with the application, in a thread; `longest_gap_s` is the longest time in which its loop did nothing else.
 
-    `http`: implementation; "" for that of the command.
+    `http`: implementation; "" for the command's.
     """
 
     def __init__(self, http: str, app: Any = None) -> None:

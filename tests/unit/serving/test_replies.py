@@ -258,7 +258,7 @@ WRONG_EVENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a log-prob above 0": ({"log_probs": [0.01]}, r"log_probs \[0.01\], not a list of log-probs, finite and at most 0"),
     "no finish": ({"finish": ABSENT}, "has no finish"),
     "an error of no kind": ({"error": "x"}, "has no kind"),
-    "an error that is no text": ({"error": 5, "kind": "server"}, "has error 5, not a text"),
+    "an error that is not text": ({"error": 5, "kind": "server"}, "has error 5, not a text"),
 }
 
 

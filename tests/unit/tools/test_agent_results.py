@@ -15,10 +15,10 @@ from mindspeed_rl.tools.agent_program import ProgramError, ProgramResult, _read_
 REPORT = {"reward": 0.5, "metrics": {"tests": 3, "a/b": True, "time": 1.5}, "output": "done é", "error": ""}
 #: files as they are: what is wrong with them
 FILES: dict[bytes, str] = {
-    b"": "is no JSON",
-    b"\0\xff": "is no JSON",
-    b"[" * 100_000: "is no JSON",
-    b"1" + b"0" * 5000: "is no JSON",
+    b"": "is not JSON",
+    b"\0\xff": "is not JSON",
+    b"[" * 100_000: "is not JSON",
+    b"1" + b"0" * 5000: "is not JSON",
     b"1" + b"0" * 400: "reward is",
     b"NaN": "reward is 'nan'",
     b"1e400": "reward is 'inf'",

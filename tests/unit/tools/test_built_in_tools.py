@@ -237,7 +237,7 @@ def test_words_of_scripts_without_blanks_are_characters_and_pairs():
 
 
 def test_a_corpus_that_cannot_be_read_is_told_with_its_line(tmp_path):
-    for line, said in (("{", "documents.jsonl:2 is no JSON"), ("[1]", "no JSON object"), ('{"body": "x"}', "no text under")):
+    for line, said in (("{", "documents.jsonl:2 is not JSON"), ("[1]", "not a JSON"), ('{"body": "x"}', "no text under")):
         entry = corpus(tmp_path)
         with open(entry["config"]["documents"], "w") as file:
             file.write(json.dumps(DOCUMENTS[0]) + "\n" + line + "\n")

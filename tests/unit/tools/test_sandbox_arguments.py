@@ -13,7 +13,7 @@ from toolboxes import call, open_toolbox
 
 from mindspeed_rl.tools.interface import ToolCall, ToolReply
 
-#: things in the folder of a sample that are no plain files
+#: things in the folder of a sample that are not plain files
 SETUP = (
     "mkdir -p d/e; mkfifo fifo; ln -s /etc/passwd passwd; ln -s loop loop; ln -s /dev/zero zero; ln -s {outside} out; "
     "ln -s nothing gone; truncate -s 3G sparse; printf 'a\\nb\\n' > plain; printf '\\377\\376\\0' > bytes; ln plain hard; "
@@ -141,7 +141,7 @@ def try_calls(folder: Path, seed: int, count: int) -> list[tuple[ToolCall, ToolR
 def check_calls(results: list[tuple[ToolCall, ToolReply]]) -> None:
     for made, reply in results:
         assert reply.problem in (None, "bad_arguments", "unknown_tool", "failed", "crashed"), (made, reply)
-        # tracebacks are those of a command; the limits are those of docs/agents.md
+        # tracebacks are a command's; the limits are from docs/agents.md
         limit = 1 << 17 if made.name == "run" else 1 << 20
         assert len(reply.text) <= limit and (made.name == "run" or "Traceback" not in reply.text), (made, reply)
         # a file outside is neither shown nor written

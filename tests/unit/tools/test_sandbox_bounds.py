@@ -118,12 +118,12 @@ def test_events_of_a_command_are_joined() -> None:
         (b"", "ended before the command"),
         (b"\0\0", "ends within a frame"),
         (b"\0\xff\xff\xff\xff{}", "ends within a frame"),
-        (frame(b"abc"), "is no JSON"),
-        (frame([]), "is no object"),
+        (frame(b"abc"), "is not JSON"),
+        (frame([]), "is not an object"),
         (frame({"event": []}), r"event is '\[\]', but must be an object"),
         (frame({"event": {"data": []}}) + END, r"data is '\[\]'|ended"),
         (frame({"event": {"data": {"stdout": 3}}}) + END, "stdout is '3', but must be a text"),
-        (frame({"event": {"data": {"stdout": "@@@"}}}) + END, "is no base64"),
+        (frame({"event": {"data": {"stdout": "@@@"}}}) + END, "is not base64"),
         (frame({"event": {"end": {"exitCode": "x"}}}), "exitCode is 'x', but must be a whole number"),
         (frame({"event": {"end": {"exitCode": True}}}), "must be a whole number"),
         (frame({"event": {"end": []}}), "end is"),
@@ -182,8 +182,8 @@ def function(parameters: dict[str, Any]) -> dict[str, Any]:
     [
         ({"properties": {"a": {"$ref": "http://127.0.0.1:9/x"}}}, "must not leave the schema"),
         ({"properties": {"a": {"description": "x" * 300_000}}}, "as JSON, but at most 262,144 fit"),
-        ({"properties": {"a": {"type": "nothing"}}}, "are no JSON schema"),
-        ({"properties": {"a": {"pattern": "a{99999999999}"}}}, "are no JSON schema"),
+        ({"properties": {"a": {"type": "nothing"}}}, "are not a JSON schema"),
+        ({"properties": {"a": {"pattern": "a{99999999999}"}}}, "are not a JSON schema"),
     ],
 )
 def test_schemas_that_cannot_be_used_are_refused(parameters: dict[str, Any], reason: str) -> None:
@@ -206,7 +206,7 @@ def test_checks_are_quick_only_without_costly_keywords_and_for_few_values() -> N
     endless = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"$ref": "#/$defs/b"}}}
     assert find_problem(endless, {"a": 1}) == "the arguments are nested too deeply"
     assert "cannot be checked" in (find_problem({"properties": {"a": {"multipleOf": 0.1}}}, {"a": 10**400}) or "")
-    assert "no regular expression" in (find_problem({"properties": {"a": {"pattern": "("}}}, {"a": "x"}) or "")
+    assert "not a regular expression" in (find_problem({"properties": {"a": {"pattern": "("}}}, {"a": "x"}) or "")
 
 
 def test_a_pattern_without_end_costs_its_call_only() -> None:

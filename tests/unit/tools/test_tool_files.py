@@ -89,7 +89,7 @@ def test_a_wrong_entry_is_told_with_file_and_line(tmp_path, entry, said):
         ("sample_tools:FLAKY", "cannot be called"),
         ("sample_tools:undescribed", "no schema can be derived from the function"),
         ({"function": "sample_tools:add", "config": {"x": 1}}, "config.x .*unknown"),
-        ({"function": "sample_tools:add", "run_in": "loop"}, "run_in is 'loop', but .* is no coroutine function"),
+        ({"function": "sample_tools:add", "run_in": "loop"}, "run_in is 'loop', but .* is not a coroutine function"),
         ({"function": "sample_tools:add_later", "run_in": "thread"}, "is a coroutine function"),
         ({"class_name": "sample_tools.Response"}, "has no create, execute, release"),
         ({"class_name": "sample_tools.Counter", "config": {}}, "cannot be created: AttributeError"),

@@ -92,7 +92,7 @@ def test_broken_and_unknown_calls_and_wrong_arguments_are_told_and_not_made(tmp_
     replies = run_calls(
         tmp_path,
         ADD,
-        BrokenCall("{", "it is no JSON"),
+        BrokenCall("{", "it is not JSON"),
         call("ad", a=1, b=2),
         call("add", a="one", b=2),
         call("add", a=1),
@@ -100,7 +100,7 @@ def test_broken_and_unknown_calls_and_wrong_arguments_are_told_and_not_made(tmp_
         call("add", a=1, b=1),
     )
     assert [reply.problem for reply in replies] == ["broken_call", "unknown_tool", *["bad_arguments"] * 3, None]
-    assert "it is no JSON" in replies[0].text
+    assert "it is not JSON" in replies[0].text
     assert "did you mean 'add'" in replies[1].text
     assert replies[2].text == "Error: argument a: 'one' is not of type 'integer'"
     assert replies[3].text == "Error: 'b' is a required property"

@@ -1,4 +1,4 @@
-"""Supervised stages in a training world of this process alone."""
+"""Supervised stages in a training world of only this process."""
 
 from __future__ import annotations
 

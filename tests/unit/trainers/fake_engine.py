@@ -1,4 +1,4 @@
-"""A rollout engine whose tokens depend on seed, place and weight version alone, on a clock that jumps."""
+"""A rollout engine whose tokens depend only on seed, place and weight version, on a clock that jumps."""
 
 from __future__ import annotations
 

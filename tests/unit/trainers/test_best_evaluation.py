@@ -44,7 +44,7 @@ def test_the_run_ends_at_the_target_and_not_before(tmp_path: Path) -> None:
 
 
 def test_the_run_ends_after_as_many_evaluations_without_a_new_best_as_patience_says() -> None:
-    # an equal value is no new best
+    # an equal value is not a new best
     assert "2 evaluations without a better" in follow([0.1, 0.5, 0.4, 0.5, 0.9], eval_patience=2)[0].end_reason
     assert not follow([0.1, 0.5, 0.4, 0.6, 0.5], eval_patience=2)[0].end_reason
     assert "3 after iteration 0" in follow([3.0, 2.0, 2.5], metric="eval/reward", eval_patience=2)[0].end_reason
@@ -134,7 +134,7 @@ def broken(training: dict[str, Any], **rl: Any) -> str:
 @pytest.mark.parametrize(
     ("training", "sentence"),
     [
-        ({"eval_sets": {"a b": "x.jsonl"}}, "eval_sets.a b: 'a b' is no name"),
+        ({"eval_sets": {"a b": "x.jsonl"}}, "eval_sets.a b: 'a b' is not a name"),
         ({"eval_sets": {"acc": "x.jsonl"}}, "eval_sets.acc: 'acc' is the name of a reward function"),
         ({"eval_sets": {"a": 3}}, "eval_sets.a is 3; it must be one file"),
         ({"eval_data_path": "x", "eval_n_samples": 4}, "greedy responses to a prompt are all the same"),

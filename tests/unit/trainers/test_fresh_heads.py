@@ -109,7 +109,7 @@ def _forget_stage(folder: Path) -> None:
 
 
 def _untied(model: Path, tmp_path: Path) -> Path:
-    """The same folder, saying that the head is no copy of the embedding."""
+    """The same folder, saying that the head is not a copy of the embedding."""
     folder = shutil.copytree(model, tmp_path / "untied")
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))

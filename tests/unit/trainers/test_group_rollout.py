@@ -209,7 +209,7 @@ def test_a_checkpoint_holds_what_was_on_its_way(tmp_path: Path) -> None:
 
 def test_a_run_that_had_another_mode_goes_on_with_the_next_prompts(tmp_path: Path) -> None:
     rollout, source, _ = rollout_of(run_of(tmp_path, "rl_config.trainer_mode=one_step_off"))
-    rollout.load_state_dict({}, ResumePoint(tmp_path, 3))  # of a version that counted iterations alone
+    rollout.load_state_dict({}, ResumePoint(tmp_path, 3))  # of a version that counted only iterations
     rollout.before_push(3)
     assert source.restored == ([], 12, 12)
 
@@ -251,7 +251,7 @@ HALF = ["actor_config.bf16=true", "generate_config.dtype=bfloat16"]
         (["rl_config.log_probs_diff_limit=0.1"], 0.01, 0.2, "differ by 0.2, more than log_probs_diff_limit 0.1"),
         (["rl_config.log_probs_diff_limit=0.1"], 0.01, 0.09, ""),
         (["rl_config.log_probs_diff_limit=null"], 5.0, 50.0, ""),
-        # the engine has no dropout, so the difference is that of the dropout; a limit that is set holds all the same
+        # the engine has no dropout, so the difference comes from the dropout; a limit that is set holds all the same
         ([*DROPOUT, "rl_config.dropout_in_update=true"], 0.3, 3.0, ""),
         ([*DROPOUT, "rl_config.dropout_in_update=true", "rl_config.log_probs_diff_limit=0.1"], 0.3, 3.0, "differ by 3, more"),
         (DROPOUT, 0.3, 3.0, "more than the 0.05"),

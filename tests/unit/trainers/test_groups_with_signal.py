@@ -1,4 +1,4 @@
-"""Groups are replaced where their advantages are 0; missing scores are no zeros, in filters, baselines and evaluations."""
+"""Groups are replaced where their advantages are 0; missing scores are not zeros, in filters, baselines and evaluations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SCORES = [
     *[(2.0, 0.0), (0.0, 1.0), (1.0, 0.5)],  # with weights 1 and 2 equal totals; with equal ones they cancel when normalized
     *[(1.0, 2.0), (1.0, 2.0), (1.0, 2.0)],  # all equal
     *[(1.0, 0.0), (1.0, _NONE), (1.0, 0.0)],  # equal opinions, of which one is missing
-    *[(0.0, 1.0), (0.0, _NONE), (0.0, 3.0)],  # the second function alone differs
+    *[(0.0, 1.0), (0.0, _NONE), (0.0, 3.0)],  # only the second function differs
 ]
 
 
@@ -96,7 +96,7 @@ def test_missing_scores_are_no_zeros_unless_the_policy_says_so() -> None:
 def _scored(results: list[RewardResult], monkeypatch: pytest.MonkeyPatch) -> Evaluator:
     evaluator = Evaluator.__new__(Evaluator)
     evaluator._sets, evaluator._sampling = [EvaluationSet("eval", [{}] * len(results))], EvaluationSampling()
-    evaluator._rewards = SimpleNamespace(accuracies={"a"})
+    evaluator._rewards, evaluator._read_sample = SimpleNamespace(accuracies={"a"}), lambda *_: None
     evaluator._model_rewards = ModelRewards(None, None, weight=0.0, timeout_s=1.0, part_weights={"a": 1.0, "b": 1.0})
     monkeypatch.setattr(Evaluator, "generate", lambda *_: [SimpleNamespace(token_ids=[1])] * len(results))
     monkeypatch.setattr(Evaluator, "score_trajectories", lambda *_: results)

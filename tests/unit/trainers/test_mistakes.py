@@ -319,7 +319,7 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     ),
     "disk of optimizer states that is not there": (
         keys("megatron_training.optimizer_offload_fraction=1", "megatron_training.optimizer_offload_path=/nowhere/at/all"),
-        ["actor_config.optimizer_offload_path: /nowhere/at/all is no folder on this machine", "make it on a local disk"],
+        ["actor_config.optimizer_offload_path: /nowhere/at/all is not a folder on this machine", "make it on a local disk"],
     ),
     "judge that is not there": (
         lambda: [f"rl_config.judge_url=http://127.0.0.1:{free_port()}/v1", "rl_config.judge_model=x"],
@@ -375,7 +375,7 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "files in brackets": (keys(f"{DATA}'[train.jsonl, heldout.jsonl]'"), ["without brackets: train.jsonl,heldout.jsonl"]),
     "an address as data": (keys(f"{DATA}https://example.com/a.jsonl"), ["addresses are not read: download the file"]),
     "a hub with one slash": (keys(f"{DATA}hf:/openai/gsm8k"), ["did you mean 'hf://openai/gsm8k'?"]),
-    "a row that is no JSON": (
+    "a row that is not JSON": (
         written("rows.jsonl", '{"question": "1", "answer": "1"}\n{question: 1}\n'), ["rows.jsonl, row 2: is not valid JSON"]
     ),
     "the folder of a model as data": (keys(f"{DATA}start/model"), ["row 1", "config.json"]),
@@ -405,7 +405,7 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "pickled weights": (pickled_weights, ["the weights pytorch_model.bin, which are pickled", "save_pretrained"]),
     "cut weights": (cut_weights, ["{here}/other/model.safetensors is truncated", "ends at byte"]),
     "empty weights": (model_file("model.safetensors", b""), ["is truncated: 0 bytes"]),
-    "config.json that is no JSON": (model_file("config.json", "{"), ["other/config.json is not valid JSON"]),
+    "config.json that is not JSON": (model_file("config.json", "{"), ["other/config.json is not valid JSON"]),
     "config.json that is a list": (model_file("config.json", "[]"), ["holds list where a JSON object is expected"]),
     "an unknown architecture": (
         lambda: [f"actor_config.load={copy_model(architectures=['FooForCausalLM'])}"], ["'FooForCausalLM'", "not supported"]
@@ -424,7 +424,7 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     ),
     "templates of another name": (
         keys("megatron_training.prompt_type=mine", "megatron_training.prompt_type_path=tempaltes.json"),
-        ["prompt_type='mine' is no built-in template", "'tempaltes.json' does not exist"],
+        ["prompt_type='mine' is not a built-in template", "'tempaltes.json' does not exist"],
     ),
     "a context beyond the model's": (
         keys("generate_config.max_model_len=100000"), ["must be at most", "the longest sequence of the model in start/model"]
@@ -433,7 +433,7 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     # rewards: what train would meet when it scores the first row
     "a reward that is text": (scored_by("return 'good'"), ["'digits' cannot score the first row", "it returned 'good'"]),
     "a reward that raises": (scored_by("return 1 / 0"), ["ZeroDivisionError: division by zero (my_reward.py:6)"]),
-    "a reward that is no number": (scored_by("return float('nan')"), ["it returned nan, which is not a finite number"]),
+    "a reward that is not a number": (scored_by("return float('nan')"), ["it returned nan, which is not a finite number"]),
     "a reward that ends the process": (scored_by("import os; os._exit(3)"), ["ends the process with code 3"]),
     "a reward that exits": (scored_by("raise SystemExit(3)"), ["'digits' cannot score the first row", "SystemExit: 3"]),
     "rewards of another number": (

@@ -59,7 +59,7 @@ def test_with_another_batch_every_prompt_of_a_pass_comes_once() -> None:
     for _ in range(2):
         then.put()
     assert sorted(map(int, plane.labels)) == list(range(20))
-    # the order is that of a run that never stopped
+    # the order equals the order of a run that never stopped
     undisturbed = Recorded()
     alone = loader_of(4, undisturbed)
     for _ in range(5):

@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "architecture": (_unsupported, "WhisperForX"),
     "adapter of no base": (_adapter, "actor_config.load: .* is an adapter of x, .* base_model"),
     "adapter of another model": (_lora(width=48), "does not fit"),
-    "rank below that of the adapter": (_lora("actor_config.lora_r=3"), "lora_r: 3 is too small .* needs 4"),
+    "rank below the adapter's": (_lora("actor_config.lora_r=3"), "lora_r: 3 is too small .* needs 4"),
     "adapter of other layers": (_lora("actor_config.lora_target_modules=[linear_proj]"), "linear_qkv .* not among them"),
     "width of a head": (_narrow_head, "is 48 in"),
     "three heads over two devices": (_three_heads, "tensor_model_parallel_size"),

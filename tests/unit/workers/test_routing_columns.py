@@ -1,4 +1,4 @@
-"""The experts of a sample on their way to the trainer: turn after turn, and to each pipeline stage those of its layers."""
+"""The experts of a sample on their way to the trainer: turn after turn, and to each pipeline stage its layers' experts."""
 
 from __future__ import annotations
 

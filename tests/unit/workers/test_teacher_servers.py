@@ -27,7 +27,7 @@ VOCAB = 7
 
 
 def log_prob(previous: int, token: int, shift: int) -> float:
-    """That of a token after another: a softmax over (previous + token * 2 + shift) % VOCAB."""
+    """The log-prob of a token after another: a softmax over (previous + token * 2 + shift) % VOCAB."""
     logits = [(previous + item * 2 + shift) % VOCAB / 2 for item in range(VOCAB)]
     return logits[token] - math.log(sum(math.exp(value) for value in logits))
 

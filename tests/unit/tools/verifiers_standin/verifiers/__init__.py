@@ -27,7 +27,7 @@ class Guess:
         if input["prompt"] == "hang":
             await asyncio.sleep(600)
         messages, turns = list(input["prompt"]), 0
-        print("what an environment prints is no answer")
+        print("what an environment prints is not an answer")
         async with openai.AsyncOpenAI(base_url=client.api_base_url, api_key=os.environ[client.api_key_var]) as asked:
             while turns < 3:
                 reply = await asked.chat.completions.create(model=model, messages=messages, **sampling_args)
