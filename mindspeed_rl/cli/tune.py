@@ -97,6 +97,8 @@ def tune(arguments: argparse.Namespace) -> int:
     run = draft(build_run_config(tree, config_name=name, config_dir=str(directory)), arguments.nodes)
     if violations := [*map(str, validate(run)), *unavailable(run)]:
         raise ConfigError(violations)
+    if run.config.serve_config is not None:
+        raise ValueError(f"{name} has the group serve_config: a server has no iterations whose layout could be measured.")
     output = Path(arguments.output or f"{Path(name).name}_tuned.yaml")
     _check_output(output, directory / f"{name}.yaml")
     kept = None if arguments.keep is None else _check_kept(Path(arguments.keep))
@@ -110,6 +112,10 @@ def tune(arguments: argparse.Namespace) -> int:
     _check_files(tree, run)
     with _stopped_by_signals(), contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch_folder("mindspeed-rl-tune-")) if kept is None else kept
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--keep: {folder} cannot be made: {error.strerror}.") from None
         try:
             pilots = _run_pilots(tried, run, folder, arguments)
         except (KeyboardInterrupt, _Stopped) as error:
@@ -162,17 +168,16 @@ def _check_output(path: Path, source: Path) -> None:
 
 
 def _check_kept(folder: Path) -> Path:
-    """Make the folder that keeps the folders of pilots.
+    """Return the absolute path of the folder that keeps the folders of pilots, which need not exist.
 
     Raises:
-        ValueError: it is not empty, or cannot be made.
+        ValueError: it is not empty, or a file.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"--keep: {folder} is not empty; pilots do not mix with other files.")
     except OSError as error:
-        raise ValueError(f"--keep: {folder} cannot be made: {error.strerror}.") from None
+        raise ValueError(f"--keep: {folder} cannot be used: {error.strerror}.") from None
     return folder.resolve()
 
 

@@ -124,7 +124,10 @@ def plan_by_earlier_runs(plan: TimePlan, run: Run, device: Device) -> TimePlan:
     """
     if device.sleeps:
         return plan
-    folders = sorted(run.folder.parent.glob("*/report.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    try:
+        folders = sorted(run.folder.parent.glob("*/report.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:  # one was removed meanwhile
+        folders = []
     factors: dict[str, list[float]] = {}
     used: list[str] = []
     for path in folders:
