@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 #: the promise is checked after three iterations; its figures are those of the later half
 ITERATIONS = ["megatron_training.train_iters=4", "actor_config.save=null", "rl_config.use_prefix_grouper=false"]
 #: more than the calls of four iterations, so that none is without
-_ARMED = 400
+_ARMED = 1000
+PLUGIN = Path(__file__).parent / "site" / "faulty_reward.py"
 SERVERS = [
     "rl_config.use_integrated_worker=false",
     "rl_config.rollout_resource.num_npus=1",
@@ -31,8 +32,8 @@ CAUSES: dict[str, tuple[list[str], dict[str, object] | None, str, str]] = {
         r"worker 1 is slow, [\d.]+ times the median of the others in reference_model",
     ),
     "slow reward": (
-        TWO,
-        {"place": "reward_worker.score", "how": "slow", "seconds": 1.5},
+        [*TWO, "rl_config.verifier_function=[faulty]", f"rl_config.external_plugins=[{PLUGIN}]"],
+        {"place": "reward", "how": "slow", "seconds": 0.08},
         "all",
         r"the trainer waits [\d.]+ s for rewards",
     ),
@@ -55,7 +56,7 @@ def _run(task: Path, folder: Path, keys: list[str], fault: dict[str, object] | N
     """Return a run that has ended, and the causes of its report by figure."""
     with struck(task, folder, *ITERATIONS, *keys, shares=True) as run:
         for index in range(_ARMED if fault is not None else 0):
-            (run.faults / f"{index:03}.json").write_text(json.dumps(fault))
+            (run.faults / f"{index:04}.json").write_text(json.dumps(fault))
         assert run.wait(400.0) == 0, run.output[-3000:]
         assert fault is None or list(run.faults.glob("*.taken"))
     rows = json.loads((folder / "run" / "report.json").read_text())["plan"]["kept"]
@@ -71,10 +72,9 @@ def test_a_cause_that_is_provoked_is_named(cause: str, task: Path, tmp_path: Pat
 
 
 def test_longer_responses_are_named_and_no_fault_that_was_not_provoked(task: Path, tmp_path: Path) -> None:
-    # half of the limit was assumed; a model that has learnt nothing writes to the end
+    # half of the limit of four tokens was assumed; the task's answers have two and the end
     forward = {"place": "engine.forward", "how": "slow", "seconds": 0.3}
-    run, causes = _run(task, tmp_path, [*TWO, "generate_config.sampling_config.max_tokens=24"], forward)
-    length = run.metrics[-1]["response_length/mean"]
-    assert length > 1.2 * 12
-    assert re.search(r"responses are longer, \d+ tokens in the mean instead of 12", causes["reference_model"]), causes
+    run, causes = _run(task, tmp_path, TWO, forward)
+    assert run.metrics[-1]["response_length/mean"] > 1.2 * 2
+    assert "responses are longer, 3 tokens in the mean instead of 2" in causes["reference_model"], causes
     assert not re.search("rewards|servers|offloading", "; ".join(causes.values()))
