@@ -47,6 +47,9 @@ _KEYS: dict[str, Any] = {
         False,
     ),
     "mtp_num_layers": 0,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": 0.0,
+    "moe_router_bias_update_rate": 0.0,
     "check_weight_copies_interval": 0,
     "optimizer_offload_fraction": 0.0,
     "lr_warmup_iters": 0,
@@ -136,7 +139,7 @@ def compare_engines(cfg: RunConfig, engines: Sequence[EngineName], num_rows: int
     config = replace(actor, **_KEYS, lr=actor.lr or _LR, adam_eps=max(actor.adam_eps, _ADAM_EPS))
     plan = plan_model(config, source.hf_folder)
     for name in engines:
-        check_model_form(replace(config, engine=name), plan.model_config, plan.architecture.name)
+        check_model_form(replace(config, engine=name), plan.architecture, plan.model_config)
     rows = make_rows(num_rows, num_tokens, plan.model_config.vocab_size, seed=actor.seed)
     temperature = 1.0 if cfg.generate_config is None else cfg.generate_config.sampling_config.temperature or 1.0
     with single_rank_world(config):

@@ -28,8 +28,7 @@ _FSDP = {f"{ACTOR}.engine": "fsdp"}
 #: form of a model that the engine does not compute -> names of published models that have it
 _FORMS = {
     "images": r"(?:^|[^a-z])vl\d*(?:[^a-z]|$)|vision|omni|llava|internvl|minicpm|gemma-?[34]-|qwen3\.[5-9]",
-    "experts": r"-a\d+(?:\.\d+)?b|moe|mixtral|deepseek-?(?:v[2-9]|r1(?!-distill))|moonlight|kimi|gpt-?oss|glm-?(?:4\.[5-9]|5)|"
-    r"minimax|qwen3-(?:next|coder)|llama-?4|olmoe|hunyuan|longcat|mimo-v",
+    "experts that transformers keeps transposed": r"gpt-?oss",
 }
 
 
@@ -92,7 +91,7 @@ def _find_form(model: str) -> str:
         return next((f"by its name {model} has {form}" for form, names in _FORMS.items() if re.search(names, name)), "")
     try:
         architecture, shape, _ = read_model(Path(model).expanduser())
-        check_model_form(MegatronConfig(engine="fsdp"), shape, architecture.name)
+        check_model_form(MegatronConfig(engine="fsdp", bf16=True), architecture, shape)
     except ValueError as error:
         return str(error)
     return ""

@@ -71,6 +71,8 @@ class Architecture:
         add_published_tower: a language model -> the same with the tower of the published models, for plans without config.json.
         expert_names: names of router and experts in ``read_layer_ops``, where transformers stores experts fused.
         packs: rows may follow each other in one sequence in transformers' module; else they are padded there.
+        module_obstacle: why transformers' module does not train under these names of weights; empty where it does.
+        kept_in_float32: a weight that transformers' module keeps in float32 in every format; empty for none.
     """
 
     name: str
@@ -87,6 +89,8 @@ class Architecture:
     add_published_tower: Callable[[ModelConfig], ModelConfig] | None = None
     expert_names: ExpertNames = ExpertNames()
     packs: bool = True
+    module_obstacle: str = ""
+    kept_in_float32: str = ""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         """Pickle a registered family by name: its functions may be lambdas, and plans of models travel to other processes."""

@@ -111,4 +111,5 @@ ERNIE4_5_MOE = Architecture(
     upstream_names=(),
     read_model_config=_read_experts,
     read_layer_ops=_expert_layer_ops,
+    kept_in_float32="mlp.gate.weight",
 )

@@ -71,4 +71,5 @@ GLM5 = Architecture(
     read_layer_ops=layer_ops,
     read_mtp_ops=prediction_layer_ops,
     read_copies=prediction_copies,
+    packs=False,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -219,6 +220,37 @@ class CheckpointNames:
         if parameter.shape != tensor.shape:
             raise RuntimeError(f"{name}: {tuple(tensor.shape)} does not fit {target}, which is {tuple(parameter.shape)}")
         parameter.data.copy_(tensor)
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """The place of a checkpoint's tensor in a parameter of the module.
+
+    Attributes:
+        parameter: name of the parameter or buffer.
+        index: index along its first dimension, where it stacks the tensors of several experts; None where it does not.
+        start, stop: rows of the tensor there; all of them for (0, None).
+    """
+
+    parameter: str
+    index: int | None = None
+    start: int = 0
+    stop: int | None = None
+
+
+def find_place(names: CheckpointNames, name: str, values: Mapping[str, Tensor]) -> tuple[TensorPlace, tuple[int, ...]] | None:
+    """Return the place of a tensor in the module, and its shape; None where the module does not take it."""
+    found = names.find(name)
+    if found is None:
+        return None
+    target, pattern = found
+    shape = tuple(values[target].shape)
+    if pattern is None:
+        return TensorPlace(target), shape
+    sources, expert = names.list_sources(pattern), re.search(r"\.(\d+)\.(?=\w+\.weight$)", name)
+    assert expert is not None  # the conversion has a place for it
+    rows, first = shape[1] // len(sources), sources.index(pattern)
+    return TensorPlace(target, int(expert[1]), first * rows, (first + 1) * rows), (rows, *shape[2:])
 
 
 class LoadableModule(nn.Module):

@@ -30,4 +30,5 @@ INTERNLM3 = Architecture(
     upstream_names=("internlm3",),
     read_model_config=_read_model_config,
     read_layer_ops=dense_layer_ops,
+    module_obstacle="transformers has no class of its own for it",
 )

@@ -40,4 +40,5 @@ MIMO = Architecture(
     read_model_config=lambda hf_config: read_qwen(hf_config, "mimo", biased_key="attention_bias"),
     read_layer_ops=dense_layer_ops,
     read_mtp_ops=_prediction_layer_ops,
+    module_obstacle="transformers has no class of its own for it",
 )

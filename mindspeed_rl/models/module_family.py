@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
@@ -18,10 +17,8 @@ from mindspeed_rl.models.model_config import HfConfig, ModelConfig
 from mindspeed_rl.models.weights import WeightOp
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PretrainedConfig
 
-    from mindspeed_rl.models.hf_module import CheckpointNames
 
 #: model types whose attention computes packed rows: positions and the bounds of sequences are all that it asks for
 _PACKED = ("gpt_neox", "phi3")
@@ -31,38 +28,18 @@ _ENGINE = "engine: fsdp"
 
 
 @dataclass(frozen=True)
-class TensorPlace:
-    """The place of a checkpoint's tensor in a parameter of the module.
-
-    Attributes:
-        parameter: name of the parameter or buffer.
-        index: index along its first dimension, where it stacks the tensors of several experts; None where it does not.
-        start, stop: rows of the tensor there; all of them for (0, None).
-    """
-
-    parameter: str
-    index: int | None = None
-    start: int = 0
-    stop: int | None = None
-
-
-@dataclass(frozen=True)
 class ModuleArchitecture(Architecture):
     """A family by its module in transformers; see `Architecture`.
 
     Args:
         tensors: name and shape of each tensor of a checkpoint, in forward order.
-        places: place of each of them in the module.
         buffers: those that are buffers, which do not train.
-        kept: parameters that the class keeps in float32.
         longest: longest row whose tokens have the probabilities that they have in shorter ones; None for any length.
         embedding, head: names of the embedding, and of the head where it is a tensor of its own.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    places: tuple[tuple[str, TensorPlace], ...] = ()
     buffers: frozenset[str] = frozenset()
-    kept: tuple[str, ...] = ()
     longest: int | None = None
     embedding: str = ""
     head: str | None = None
@@ -98,13 +75,8 @@ class ModuleArchitecture(Architecture):
         """Check the keys of a role with such a model.
 
         Raises:
-            ValueError: the model has weights that are computed with in float32, or rows may be too long for it.
+            ValueError: rows may be too long for it.
         """
-        if config.bf16 and self.kept:
-            raise ValueError(
-                f"bf16: true with engine: fsdp computes with every weight in bfloat16, and {self.name} keeps {len(self.kept)} "
-                f"in float32, such as {self.kept[0]}; set bf16: false"
-            )
         if self.longest is not None and config.seq_length is not None and config.seq_length > self.longest:
             raise ValueError(
                 f"seq_length: {config.seq_length} is above the {self.longest} tokens (original_max_position_embeddings) up to "
@@ -131,21 +103,6 @@ def _list_stored(hf_folder: Path) -> list[str]:
     return names
 
 
-def _find_place(names: CheckpointNames, name: str, values: Mapping[str, Tensor]) -> tuple[TensorPlace, tuple[int, ...]] | None:
-    """Return the place of a tensor in the module, and its shape; None where the module does not take it."""
-    found = names.find(name)
-    if found is None:
-        return None
-    target, pattern = found
-    shape = tuple(values[target].shape)
-    if pattern is None:
-        return TensorPlace(target), shape
-    sources, expert = names.list_sources(pattern), re.search(r"\.(\d+)\.(?=\w+\.weight$)", name)
-    assert expert is not None  # the conversion has a place for it
-    rows, first = shape[1] // len(sources), sources.index(pattern)
-    return TensorPlace(target, int(expert[1]), first * rows, (first + 1) * rows), (rows, *shape[2:])
-
-
 def read_module_family(hf_folder: Path, hf_config: HfConfig) -> tuple[ModuleArchitecture, ModelConfig]:
     """Return the family and the shape of a folder's model as transformers' module has them.
 
@@ -158,7 +115,7 @@ def read_module_family(hf_folder: Path, hf_config: HfConfig) -> tuple[ModuleArch
     from transformers.core_model_loading import revert_weight_conversion
 
     # imports transformers' models, which a plan of a known family does without
-    from mindspeed_rl.models.hf_module import CheckpointNames, build_module, list_kept, read_hf_config
+    from mindspeed_rl.models.hf_module import CheckpointNames, TensorPlace, build_module, find_place, list_kept, read_hf_config
 
     config = read_hf_config(hf_folder, _ENGINE)
     with torch.device("meta"):
@@ -168,7 +125,7 @@ def read_module_family(hf_folder: Path, hf_config: HfConfig) -> tuple[ModuleArch
     values, names = {**parameters, **buffers}, CheckpointNames(model, buffers=True)
     found: dict[str, tuple[TensorPlace, tuple[int, ...]]] = {}
     for candidates in (_list_stored(hf_folder), list(revert_weight_conversion(model, values))):
-        found = {name: place for name in candidates if (place := _find_place(names, name, values)) is not None}
+        found = {name: place for name in candidates if (place := find_place(names, name, values)) is not None}
         missing = values.keys() - {place.parameter for place, _ in found.values()}
         if not missing:
             break
@@ -190,9 +147,8 @@ def read_module_family(hf_folder: Path, hf_config: HfConfig) -> tuple[ModuleArch
         read_layer_ops=_refuse_layers,
         packs=config.model_type in _PACKED,
         tensors=tuple((name, found[name][1]) for name in ordered),
-        places=tuple((name, found[name][0]) for name in ordered),
         buffers=frozenset(name for name, (place, _) in found.items() if place.parameter in buffers),
-        kept=tuple(list_kept(model)),
+        kept_in_float32=next(iter(list_kept(model)), ""),
         longest=_read_longest(config),
         embedding=stored_as[embedding],
         head=None if head == embedding else stored_as[head],

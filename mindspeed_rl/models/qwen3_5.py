@@ -33,6 +33,7 @@ QWEN3_5 = Architecture(
     read_model_config=lambda hf_config: read_hybrid({**_DEFAULTS, **hf_config}, "qwen3_5"),
     read_layer_ops=hybrid_layer_ops,
     read_mtp_ops=prediction_layer_ops,
+    packs=False,
 )
 QWEN3_5_MOE = Architecture(
     name="qwen3_5_moe",
@@ -42,4 +43,5 @@ QWEN3_5_MOE = Architecture(
     read_model_config=_read_moe_config,
     read_layer_ops=hybrid_layer_ops,
     read_mtp_ops=prediction_layer_ops,
+    packs=False,
 )

@@ -173,4 +173,5 @@ QWEN3_NEXT = Architecture(
     read_model_config=_read_model_config,
     read_layer_ops=lambda model_config, layer, packing: hybrid_layer_ops(model_config, layer, packing, fused=True),
     read_mtp_ops=prediction_layer_ops,
+    packs=False,
 )

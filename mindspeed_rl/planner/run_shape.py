@@ -307,7 +307,7 @@ def read_shape(run: Run, device: Device) -> RunShape:
     def build(group: str, config: MegatronConfig, devices: int, *, trains: bool, is_scored: bool = False) -> Model:
         try:
             model = Model.build(config, devices, trains=trains, is_scored=is_scored)
-            check_model_form(config, model.plan.model_config, model.plan.architecture.name)
+            check_model_form(config, model.plan.architecture, model.plan.model_config)
             return model
         except ValueError as error:
             raise ValueError(f"{group}: {error}") from error

@@ -32,7 +32,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
-from mindspeed_rl.run.rules.training_engine_rules import check_model_form
+from mindspeed_rl.run.rules.training_engine_rules import check_balancing, check_model_form, computes_by_module
 
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
@@ -406,7 +406,7 @@ def _decide_losses(
             derived[f"{name}_config.fp32_lm_head"] = Derivation(
                 is_cheap, f"the cost of a float32 head is not measured on {platform}" if cost is None else source
             )
-        if not plan.architecture.packs:
+        if computes_by_module(config) and not plan.architecture.packs:
             source = f"rows are padded: transformers' module of {plan.architecture.name} takes no packed ones"
             derived[f"{name}_config.engine"] = Derivation(config.engine, source)
         if plan.model_config.mtp_num_layers and config.mtp_detach_heads is None:
@@ -422,6 +422,8 @@ def _decide_losses(
                 str(model.source.weights), f"the base of the adapter in {model.source.adapter}, which {use}"
             )
         written = set_keys.get("megatron_training", frozenset()) | set_keys.get(f"{name}_config", frozenset())
+        if name in ("actor", "critic"):
+            check_balancing(f"{name}_config", config, plan.model_config, plan.balancing.coeff)
         if plan.model_config.num_moe_experts and name in ("actor", "critic") and "moe_aux_loss_coeff" not in written:
             kind, coeff = config.moe_router_load_balancing_type, plan.model_config.moe_aux_loss_coeff
             source = "the model's config.json" if coeff is not None else "neither the run file nor config.json has one"
@@ -441,7 +443,7 @@ def _plan_role(
         config = dataclasses.replace(config, mtp_num_layers=0, dsa_indexer_loss_coeff=0.0)
     try:
         plan = plan_model(config, source.hf_folder, head=head)
-        check_model_form(config, plan.model_config, plan.architecture.name)
+        check_model_form(config, plan.architecture, plan.model_config)
         if source.adapter is not None:
             open_peft(source.adapter, plan.architecture.weight_ops(plan.model_config))
             source = dataclasses.replace(source, adapter=source.adapter.resolve())

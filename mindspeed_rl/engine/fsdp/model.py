@@ -22,8 +22,15 @@ from mindspeed_rl.engine.fsdp.attention import PACKED_ATTENTION, register
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
 from mindspeed_rl.engine.policy_model import align_values
 from mindspeed_rl.engine.vocab import VocabHead
-from mindspeed_rl.models.hf_module import build_module, cast_parameters, mark_loaded, read_hf_config
-from mindspeed_rl.models.module_family import ModuleArchitecture, TensorPlace
+from mindspeed_rl.models.hf_module import (
+    CheckpointNames,
+    TensorPlace,
+    build_module,
+    cast_parameters,
+    find_place,
+    mark_loaded,
+    read_hf_config,
+)
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 
@@ -287,7 +294,8 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
         model = _build_module(hf_config, packs=plan.architecture.packs)
         module = _HEADS[plan.model_config.head](model, plan, bool(config.fp32_lm_head))
     cast_parameters(module, torch.float32 if trains else compute)
-    module.requires_grad_(trains)
+    for parameter in module.parameters():  # those that the class freezes stay so
+        parameter.requires_grad_(trains and parameter.requires_grad)
     device = platform.current().current_device()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     _shard(module, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
@@ -347,13 +355,18 @@ def _name_parameters(
     found = {name.removeprefix("model."): parameter for name, parameter in module.named_parameters()}
     state = module.state_dict()
     buffers = {name.removeprefix("model."): buffer for name, buffer in module.named_buffers() if name in state}
-    own = dict(plan.architecture.places) if isinstance(plan.architecture, ModuleArchitecture) else {}
-    ops = [op for op in plan.architecture.weight_ops(plan.model_config) if not op.copy_of_tied]
-    places = {name: own.get(name, TensorPlace(name)) for op in ops for name in op.hf}
+    names, values = CheckpointNames(module.model, buffers=True), {**found, **buffers}
+    places: dict[str, TensorPlace] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for op in plan.architecture.weight_ops(plan.model_config):
+        if op.copy_of_tied:
+            continue
+        for name, shape in zip(op.hf, op.shapes):
+            place = None if name in values else find_place(names, name, values)
+            places[name], shapes[name] = TensorPlace(name) if place is None else place[0], shape
     parameters = {place.parameter: found[place.parameter] for place in places.values() if place.parameter in found}
     model = ShardedModel(plan, module, parameters, buffers, places)
     known = {place.parameter for place in places.values()}
-    shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
     differing = {*found, *buffers} ^ known
     differing |= {name for name in places if places[name].parameter not in differing and model.shape(name) != shapes[name]}
     if differing:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.run import RunConfig
@@ -18,6 +19,10 @@ from mindspeed_rl.models import has_layers
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.violation import Broken, violate
+
+if TYPE_CHECKING:
+    # the rules do without torch
+    from mindspeed_rl.models.architecture import Architecture
 
 _SHARDS = "it divides every weight over all devices, and not layers or sequences"
 _NO_ADAPTERS = "it has no adapters"
@@ -45,6 +50,7 @@ class _EngineLimits:
         run_keys: limits on keys of the run, by dotted name, where any role has the engine.
         without_effect: keys of a role that it does not read -> reason.
         forms: sentence about a form of a model that it does not compute -> True for a model of this form.
+        by_module: layers are those of transformers' module, without losses that balance experts.
         commands: commands that know only another engine's layers.
     """
 
@@ -52,6 +58,7 @@ class _EngineLimits:
     run_keys: Mapping[str, _KeyLimit] = field(default_factory=dict)
     without_effect: Mapping[str, str] = field(default_factory=dict)
     forms: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
+    by_module: bool = False
     commands: tuple[str, ...] = ()
 
 
@@ -82,13 +89,14 @@ _FSDP = _EngineLimits(
         **_same("mtp_num_layers", (0,), "it trains no multi-token-prediction layers"),
         **_same("dsa_indexer_loss_coeff", (0.0,), "it trains no indexers"),
         **_same("attention_dropout hidden_dropout", (0.0,), "it has no dropout"),
+        **_same("moe_z_loss_coeff", (0.0,), "its objective has no losses of routers"),
         **_same("freeze_vit freeze_aligner", (True,), "it trains no vision tower"),
     },
     run_keys={
         **_same("rl_config.use_prefix_grouper", (False, None), "the attention of transformers computes a prefix in each row"),
         **_same("rl_config.dropout_in_update", (False,), "it has no dropout"),
         **_same("rl_config.sync_ref_model", (False,), "it averages no weights"),
-        **_same("rl_config.router_replay.mode", ("disabled",), "it computes no experts"),
+        **_same("rl_config.router_replay.mode", ("disabled",), "its routers choose anew in each pass"),
         **_same("msprobe_config.msprobe", (False,), "dumps record the modules of Megatron"),
     },
     without_effect={
@@ -116,19 +124,15 @@ _FSDP = _EngineLimits(
         **dict.fromkeys("vit_lr aligner_lr".split(), "it trains no vision tower"),
         **dict.fromkeys("mtp_loss_scaling_factor mtp_detach_heads".split(), "it trains no multi-token-prediction layers"),
         **dict.fromkeys(
-            "moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff seq_aux moe_router_load_balancing_type "
             "moe_grouped_gemm moe_permutation_async_comm moe_alltoall_overlap_comm use_fused_moe_token_permute_and_unpermute "
             "moe_token_dispatcher_type".split(),
-            "it computes no experts",
+            "each device has all experts of a layer while it computes, by transformers' module",
         ),
     },
     forms={
-        "a model with experts": lambda model: model.num_moe_experts is not None,
         "a model of images": lambda model: model.vision is not None,
-        "gated delta nets": lambda model: model.linear_attention is not None,
-        "latent attention": lambda model: model.multi_latent_attention,
-        "sparse attention": lambda model: model.sparse_attention is not None,
     },
+    by_module=True,
     commands=("diff", "npu-cost"),
 )
 #: value of the key `engine` -> its limits
@@ -185,7 +189,12 @@ def find_idle_reason(role: MegatronConfig, name: str) -> str:
     return "" if reason is None else f"engine is {role.engine}: {reason}"
 
 
-def check_model_form(config: MegatronConfig, model_config: ModelConfig, architecture: str) -> None:
+def computes_by_module(config: MegatronConfig) -> bool:
+    """Return True where the layers of a role are those of transformers' module."""
+    return _LIMITS[config.engine].by_module
+
+
+def check_model_form(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:
     """Check that the engine of a role computes its model.
 
     Raises:
@@ -194,7 +203,45 @@ def check_model_form(config: MegatronConfig, model_config: ModelConfig, architec
     for form, applies in _LIMITS[config.engine].forms.items():
         if applies(model_config):
             raise ValueError(
-                f"engine: {config.engine} does not compute {form}, which {architecture} is or has; set engine: megatron."
+                f"engine: {config.engine} does not compute {form}, which {architecture.name} is or has; set engine: megatron."
+            )
+    if not computes_by_module(config):
+        return
+    if architecture.module_obstacle:
+        raise ValueError(
+            f"engine: {config.engine} does not compute {architecture.name}: {architecture.module_obstacle}; set engine: "
+            "megatron."
+        )
+    if config.bf16 and architecture.kept_in_float32:
+        raise ValueError(
+            f"bf16: true with engine: {config.engine} computes with every weight in bfloat16, and {architecture.name} keeps "
+            f"some in float32, such as {architecture.kept_in_float32}; set bf16: false"
+        )
+
+
+def check_balancing(group: str, config: MegatronConfig, model_config: ModelConfig, coeff: float) -> None:
+    """Check that the engine of a role that trains balances its experts as it is asked to.
+
+    Args:
+        coeff: weight of the balancing loss, of the run file or of config.json.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not computes_by_module(config):
+        return
+    asked = {
+        "moe_aux_loss_coeff": (coeff, "adds no balancing loss to the objective"),
+        "moe_router_bias_update_rate": (
+            config.moe_router_bias_update_rate if model_config.moe_router_enable_expert_bias else 0.0,
+            "leaves the bias by which experts are chosen as it is",
+        ),
+    }
+    for key, (value, text) in asked.items():
+        if value:
+            raise ValueError(
+                f"{group}.{key}: {value:g}, and engine: {config.engine} {text}; set it to 0 to train without, or engine: "
+                "megatron."
             )
 
 

@@ -51,7 +51,7 @@ def test_all_weights_stay_divided(command: str) -> None:
     [
         (f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --tuner_type lora", "adapters"),
         (f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --sequence_parallel_size 2", "sequences that several devices share"),
-        (f"{SFT} Qwen/Qwen3-30B-A3B --deepspeed zero3", "by its name Qwen/Qwen3-30B-A3B has experts"),
+        (f"{SFT} openai/gpt-oss-20b --deepspeed zero3", "by its name openai/gpt-oss-20b has experts that transformers keeps"),
         (f"{SFT} Qwen/Qwen3.5-4B --deepspeed zero3", "by its name Qwen/Qwen3.5-4B has images"),
         (f"{SFT} Qwen/Qwen2.5-VL-7B-Instruct --deepspeed zero3", "images"),
         (f"{GRPO} --deepspeed zero3 --sync_ref_model true", "a reference that moves"),
@@ -88,7 +88,7 @@ def test_config_json_decides_where_it_is_here(tmp_path: Path) -> None:
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
-    for content, expected in ((dense, "fsdp"), (experts, None), ({"hidden_size": 8}, None)):
+    for content, expected in ((dense, "fsdp"), (experts, "fsdp"), ({"hidden_size": 8}, None)):
         (tmp_path / "config.json").write_text(json.dumps(content))
         assert engine(take(f"{SFT} {tmp_path} --deepspeed zero3")) == expected
 
@@ -107,7 +107,7 @@ OPENRLHF_DPO = "deepspeed --module openrlhf.cli.train_dpo --model.model_name_or_
         ("models/base", "--ds.zero_stage 3", "fsdp"),
         ("models/base", "--ds.zero_stage 2", None),
         ("models/base", "", None),
-        ("mistralai/Mixtral-8x7B", "--ds.zero_stage 3", None),
+        ("openai/gpt-oss-20b", "--ds.zero_stage 3", None),
         ("models/base", "--ds.zero_stage 3 --ds.lora.rank 8", None),
     ],
 )
@@ -126,7 +126,7 @@ def test_zero_3_of_openrlhf_keeps_weights_divided(model: str, options: str, expe
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "fsdp"),
         ({"deepspeed": "examples/deepspeed/ds_z2_config.json"}, None),
         ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "finetuning_type": "lora"}, None),
-        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, None),
+        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "model_name_or_path": "openai/gpt-oss-20b"}, None),
         ({}, None),
     ],
 )

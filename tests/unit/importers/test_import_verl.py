@@ -910,8 +910,7 @@ def test_a_dense_model_under_fsdp_keeps_its_engine(strategy: str) -> None:
         (f"{A}.strategy=fsdp_turbo", "fsdp_turbo spreads experts or sequences"),
         (f"{A}.strategy=veomni", "veomni spreads experts or sequences"),
         (f"{M}.lora_rank=8", "it has no adapters"),
-        (f"{M}.path=Qwen/Qwen3-30B-A3B", "by its name Qwen/Qwen3-30B-A3B has experts"),
-        (f"{M}.path=/m/DeepSeek-V3", "has experts"),
+        (f"{M}.path=/m/gpt-oss-20b", "by its name /m/gpt-oss-20b has experts that transformers keeps transposed"),
         (f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct {A}.freeze_vision_tower=True", "has images"),
         (f"{A}.use_prefix_grouper=True", "rl_config.use_prefix_grouper (true) cannot be used with engine: fsdp"),
     ],
@@ -933,7 +932,11 @@ def test_the_shape_of_a_model_that_is_here_decides(tmp_path: Path) -> None:
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "num_experts": 8}
     shape |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 32, "rms_norm_eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    assert "a model with experts" in engine_of(imported(f"{M}.path={tmp_path}"))[1]
+    assert engine_of(imported(f"{M}.path={tmp_path}")) == ("fsdp", "")
+    named = tmp_path / "gpt-oss-of-ours"  # whatever its name says
+    named.mkdir()
+    (named / "config.json").write_text(json.dumps(shape))
+    assert engine_of(imported(f"{M}.path={named}"))[0] == "fsdp"
 
 
 def test_offload_and_precision_of_fsdp_go_key_by_key() -> None:

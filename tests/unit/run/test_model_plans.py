@@ -168,6 +168,20 @@ def test_the_weight_of_the_balancing_loss_is_that_of_config_json_unless_a_key_is
     assert derived(none, tmp_path, model)["moe_aux_loss_coeff"] == (0.0, "moe_router_load_balancing_type is none")
 
 
+def test_an_engine_without_a_balancing_loss_refuses_the_one_of_config_json(tmp_path: Path) -> None:
+    layout = "tensor_model_parallel_size=1 pipeline_model_parallel_size=1 expert_model_parallel_size=1 moe_tp_extend_ep=false"
+    keys = ["++actor_config.engine=fsdp", *(f"++actor_config.{key}" for key in layout.split())]
+    model, name = MODELS["Qwen3-30B-A3B"] | {"router_aux_loss_coef": 0.25}, "dapo_qwen3_30b_a3b_A3"
+    keys.append("++rl_config.use_prefix_grouper=false")
+    cfg = load(BY_NAME[name], keys)
+    assert cfg is not None
+    with pytest.raises(ValueError, match=r"actor_config.moe_aux_loss_coeff: 0.25, and engine: fsdp adds no balancing loss"):
+        derived(cfg, tmp_path, model)
+    without = load(BY_NAME[name], [*keys, "+actor_config.moe_aux_loss_coeff=0"])
+    assert without is not None
+    assert "moe_aux_loss_coeff" not in derived(without, tmp_path, model)
+
+
 def test_a_float32_head_is_the_default_where_it_is_measured_and_a_small_part_of_an_update(tmp_path: Path) -> None:
     cfg = load(BY_NAME["grpo_qwen25_7b_A3"])
     assert cfg is not None

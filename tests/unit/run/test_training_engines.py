@@ -10,7 +10,7 @@ from sample_runs import prompt_level
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.schema import list_keys
-from mindspeed_rl.models import architecture_for
+from mindspeed_rl.models import architecture_for, find_architecture
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
 from mindspeed_rl.run.rules import training_engine_rules as rules
 from mindspeed_rl.run.rules.validation import validate
@@ -69,9 +69,7 @@ def _find_messages(**groups: Any) -> list[str]:
 
 @pytest.mark.parametrize(("group", "key", "value"), _REFUSED)
 def test_what_the_engine_lacks_is_refused_with_its_name(group: str, key: str, value: Any) -> None:
-    (message,) = [
-        text for text in _find_messages(megatron_training=_FSDP, **{group: {key: value}}) if "engine: fsdp" in text
-    ]
+    (message,) = [text for text in _find_messages(megatron_training=_FSDP, **{group: {key: value}}) if "engine: fsdp" in text]
     assert message.startswith(f"{group}.{key}")
     megatron = _FSDP | {"engine": "megatron"}
     assert not any("engine:" in text for text in _find_messages(megatron_training=megatron, **{group: {key: value}}))
@@ -102,17 +100,55 @@ def test_explain_lists_what_has_no_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("Qwen3-30B-A3B", "experts"), ("DeepSeek-R1", "experts"), ("Qwen2.5-7B", None), ("Llama-3.2-1B", None)]
+    ("name", "words"),
+    [
+        ("gpt_oss", "does not compute gpt_oss: transformers keeps its experts transposed"),
+        ("mimo", "does not compute mimo: transformers has no class of its own"),
+        ("ernie4_5_moe", "ernie4_5_moe keeps some in float32, such as mlp.gate.weight; set bf16: false"),
+        *((name, None) for name in ("qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_next", "llama")),
+    ],
 )
-def test_forms_of_models_are_refused_by_name(name: str, form: str | None) -> None:
-    model_config = architecture_for(MODELS[name]).read_model_config(MODELS[name])
-    rules.check_model_form(MegatronConfig(), model_config, name)
-    fsdp = MegatronConfig(engine="fsdp")
-    if form is None:
-        rules.check_model_form(fsdp, model_config, name)
+def test_families_that_the_engine_does_not_compute_are_refused_with_the_reason(name: str, words: str | None) -> None:
+    architecture, shape = (
+        find_architecture(name),
+        architecture_for(MODELS["Qwen3-30B-A3B"]).read_model_config(MODELS["Qwen3-30B-A3B"]),
+    )
+    rules.check_model_form(MegatronConfig(), architecture, shape)
+    fsdp = MegatronConfig(engine="fsdp", bf16=True)
+    if words is None:
+        rules.check_model_form(fsdp, architecture, shape)
         return
-    with pytest.raises(ValueError, match=f"engine: fsdp does not compute a model with {form}"):
-        rules.check_model_form(fsdp, model_config, name)
+    with pytest.raises(ValueError, match=words):
+        rules.check_model_form(fsdp, architecture, shape)
+
+
+def test_models_of_images_are_refused() -> None:
+    architecture = architecture_for(MODELS["Qwen2.5-VL-7B-Instruct"])
+    shape = architecture.read_model_config(MODELS["Qwen2.5-VL-7B-Instruct"])
+    with pytest.raises(ValueError, match="engine: fsdp does not compute a model of images"):
+        rules.check_model_form(MegatronConfig(engine="fsdp"), architecture, shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "coeff", "words"),
+    [
+        ("Qwen3-30B-A3B", {}, 0.001, "actor_config.moe_aux_loss_coeff: 0.001, .* adds no balancing loss .*; set it to 0"),
+        ("DeepSeek-R1", {}, 0.0, "actor_config.moe_router_bias_update_rate: 0.001, .* leaves the bias"),
+        ("DeepSeek-R1", {"moe_router_bias_update_rate": 0.0}, 0.0, None),
+        ("Qwen3-30B-A3B", {}, 0.0, None),
+    ],
+)
+def test_a_balance_of_experts_that_the_engine_lacks_is_refused(
+    name: str, keys: dict[str, Any], coeff: float, words: str | None
+) -> None:
+    shape = architecture_for(MODELS[name]).read_model_config(MODELS[name])
+    rules.check_balancing("actor_config", MegatronConfig(**keys), shape, coeff)
+    fsdp = MegatronConfig(engine="fsdp", **keys)
+    if words is None:
+        rules.check_balancing("actor_config", fsdp, shape, coeff)
+        return
+    with pytest.raises(ValueError, match=words):
+        rules.check_balancing("actor_config", fsdp, shape, coeff)
 
 
 def test_commands_that_know_only_megatron_refuse_the_other_engine() -> None:
