@@ -15,7 +15,6 @@ pytestmark = pytest.mark.slow
 ITERATIONS = ["megatron_training.train_iters=4", "actor_config.save=null", "rl_config.use_prefix_grouper=false"]
 #: more than the calls of four iterations, so that none is without
 _ARMED = 1000
-PLUGIN = Path(__file__).parent / "site" / "faulty_reward.py"
 SERVERS = [
     "rl_config.use_integrated_worker=false",
     "rl_config.rollout_resource.num_npus=1",
@@ -30,12 +29,6 @@ CAUSES: dict[str, tuple[list[str], dict[str, object] | None, str, str]] = {
         {"place": "engine.forward", "rank": 1, "how": "slow", "seconds": 0.8},
         "reference_model",
         r"worker 1 is slow, [\d.]+ times the median of the others in reference_model",
-    ),
-    "slow reward": (
-        [*TWO, "rl_config.verifier_function=[faulty]", f"rl_config.external_plugins=[{PLUGIN}]"],
-        {"place": "reward", "how": "slow", "seconds": 0.08},
-        "all",
-        r"the trainer waits [\d.]+ s for rewards",
     ),
     "offload": (
         [*TWO, *OFFLOAD],
