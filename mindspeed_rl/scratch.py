@@ -103,6 +103,16 @@ def find_orphans(parent: Path) -> list[_Orphan]:
     return orphans
 
 
+def remove_folders_of(pid: int) -> None:
+    """Remove the folders of a process that has ended, which did not remove them itself."""
+    for parent in list_scratch_parents():
+        for path in parent.glob(f"*/{_OWNER}"):
+            with contextlib.suppress(OSError, ValueError):
+                is_owned = path.parent.lstat().st_uid == os.getuid() and int(path.read_text(encoding="ascii")) == pid
+                if is_owned and not _is_locked(path):
+                    remove_folder(path.parent)
+
+
 def _remove_orphans(parent: Path) -> list[_Orphan]:
     """Remove these folders; return them."""
     orphans = find_orphans(parent)

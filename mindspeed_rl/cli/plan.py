@@ -6,12 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.expert_map import write_expert_map
+from mindspeed_rl.config.keys.megatron import ENGINES
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
@@ -20,11 +22,12 @@ from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
 from mindspeed_rl.files import FileWriteError, write_file
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
+from mindspeed_rl.planner.calibration import compute_factors, read_measured
 from mindspeed_rl.planner.devices import DEVICES, Device, find_device, get_device
 from mindspeed_rl.planner.experts import format_experts, place_experts
-from mindspeed_rl.planner.fit import FitRequest, fit, format_run_file, read_block, read_folder
+from mindspeed_rl.planner.fit import FitRequest, fit
 from mindspeed_rl.planner.memory import plan_memory
-from mindspeed_rl.planner.prediction import compute_factors, read_measured
+from mindspeed_rl.planner.run_files import format_run_file, read_block, read_folder
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
 from mindspeed_rl.planner.server import plan_server
@@ -57,10 +60,14 @@ def main(argv: list[str]) -> int:
     fit_parser.add_argument("--npus", type=int, required=True, help="devices, over all nodes")
     fit_parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     fit_parser.add_argument("--top", type=int, default=5, help="layouts to print")
+    fit_parser.add_argument("--engine", choices=ENGINES, default="megatron", help="training engine of the layouts")
     fit_parser.add_argument("-o", "--output", default=None, metavar="FILE", help="run file to write, with the best layout")
     _add_model(fit_parser)
     smallest = kinds.add_parser("smallest", help="the smallest machine on which each stage of a model trains")
     _add_model(smallest)
+    tune = kinds.add_parser("tune", help="run two iterations of the best layouts of a run, and write the fastest as a run file")
+    _add_run(tune)
+    _add_tune(tune)
     experts = kinds.add_parser("experts", help="assignment of experts to devices, from counts of a rollout")
     _add_experts(experts)
     both = kinds.add_parser("run", help="memory, then time: what `mindspeed-rl plan --config-name FILE` prints")
@@ -138,6 +145,22 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--memory-gib", type=float, default=None, help="memory of a device, where it differs from the device's default"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--top", type=int, default=4, help="layouts to try, besides the run file as it is")
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+        help="values of a key, in place of the layouts of `plan fit`: all combinations are planned, the best of them tried",
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="time box of all pilots; none starts after it")
+    parser.add_argument("--pilot-minutes", type=float, default=15.0, help="minutes of a pilot: its start and two iterations")
+    parser.add_argument("--mean-response", type=float, default=None, help="mean tokens of a response, for the order of pilots")
+    parser.add_argument("-o", "--output", default=None, metavar="FILE", help="run file to write; default: NAME_tuned.yaml")
+    parser.add_argument("--keep", default=None, metavar="FOLDER", help="keep the folders of the pilots in this empty folder")
 
 
 def _add_experts(parser: argparse.ArgumentParser) -> None:
@@ -284,6 +307,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--top: {arguments.top} must be at least 1.")
     request = _read_request(arguments, arguments.npus, arguments.nodes)
     device = get_device(arguments.chip, arguments.memory_gib)
+    request = replace(request, engine=arguments.engine)
     layouts = fit(request, device, samples=SampleMeans(arguments.mean_response))
     _print(FitReport(request, device, layouts[: arguments.top]), arguments)
     if arguments.output is not None:
@@ -304,6 +328,11 @@ def _experts(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _tune(arguments: argparse.Namespace) -> int:
+    # by name: it starts processes, which no other plan needs
+    return registry.load("mindspeed_rl.cli.tune:tune", "plan tune")(arguments)
+
+
 def _print(report: MemoryReport | TimeReport | FitReport | SmallestReport, arguments: argparse.Namespace) -> None:
     text = json.dumps(report.encode(), indent=2) if arguments.json else report.format()
     print(text, flush=True)
@@ -316,7 +345,15 @@ def _write(path: Path, text: str) -> None:
         raise ValueError(f"--output: {error}.") from None
 
 
-_PLANS = {"run": _both, "memory": _memory, "time": _time, "fit": _fit, "smallest": _smallest, "experts": _experts}
+_PLANS = {
+    "run": _both,
+    "memory": _memory,
+    "time": _time,
+    "fit": _fit,
+    "tune": _tune,
+    "smallest": _smallest,
+    "experts": _experts,
+}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ anything starts (`run/rules/training_engine_rules.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, overload
@@ -60,7 +61,13 @@ class StepResult:
 
 
 class OffloadsState(Protocol):
-    """Weights, gradients and optimizer state of one engine, each on or off the device."""
+    """Weights, gradients and optimizer state of one engine, each on or off the device.
+
+    Attributes:
+        timed: gives the context of a block in which this process waits for copies, by a name.
+    """
+
+    timed: Callable[[str], AbstractContextManager[object]]
 
     def resident_bytes(self) -> dict[str, int]:
         """Return the bytes of weights, gradients and optimizer state that are on the device now."""

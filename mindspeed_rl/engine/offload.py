@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 from mindspeed_rl import platform
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.platform.base import SideStream
+
+#: timer of copies of training state between device and host, both ways
+OFFLOADING = "offload"
 
 
 def collect_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -48,6 +52,11 @@ class Storages:
         #: storages that are off the device, or (`is_leaving`) only copied so far, with their sizes
         self._entries: list[tuple[torch.UntypedStorage, int]] = []
         self.is_leaving = self._is_arriving = False
+
+    @property
+    def is_away(self) -> bool:
+        """True where they are off the device, or on their way to it."""
+        return self._is_arriving or (bool(self._entries) and not self.is_leaving)
 
     def start_emptying(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Start to copy content that matters to the host. The storages stay, and must not change until they are freed."""
@@ -104,9 +113,11 @@ class StateOffloader(ABC):
 
     Attributes:
         optimizer: None where the model does not train.
+        timed: gives the context of a block in which this process waits for copies, by a name; `Timers` of a worker.
     """
 
     optimizer: Any
+    timed: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __init__(self) -> None:
         stream = platform.current().side_stream()
@@ -141,6 +152,10 @@ class StateOffloader(ABC):
 
     def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
         """Offload the named states. Optimizer before params, because its storages are identified by the weights'."""
+        with self.timed(OFFLOADING) if params or grads or optimizer else nullcontext():
+            self._offload(params=params, grads=grads, optimizer=optimizer)
+
+    def _offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         named: list[Storages] = []
         if optimizer and self.optimizer is not None:
             self._optimizer.start_emptying(collect_storages(self._optimizer_tensors()).values())
@@ -164,12 +179,11 @@ class StateOffloader(ABC):
 
     def onload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
         """Put the named states back; those on the device stay unchanged."""
-        if params:
-            self._params.fill()
-        if grads:
-            self._grads.fill()
-        if optimizer:
-            self._optimizer.fill()
+        states = ((params, self._params), (grads, self._grads), (optimizer, self._optimizer))
+        named = [storages for is_named, storages in states if is_named]
+        with self.timed(OFFLOADING) if any(storages.is_away for storages in named) else nullcontext():
+            for storages in named:
+                storages.fill()
 
 
 class Offloader(StateOffloader):

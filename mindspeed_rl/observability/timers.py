@@ -12,7 +12,7 @@ from pathlib import Path
 
 # The total of the slowest worker counts here, not the span from the first start to the last end over all workers.
 _PER_WORKER = frozenset(
-    {"resharding_to_infer", "resharding_to_train", "resharding_enter_infer", "resharding_exit_infer", "update_weights"}
+    "resharding_to_infer resharding_to_train resharding_enter_infer resharding_exit_infer update_weights offload".split()
 )
 
 # Intervals that may overlap with the old log-prob pass; the part after its end is reported too.

@@ -115,6 +115,7 @@ def list_time_assumptions(cfg: RunConfig, device: Device, plan: TimePlan) -> Ite
         "pass_s": ("s of host work for a layer in a micro-batch", fit),
         "expert_pass_s": ("s of the same for each expert of a rank", fit),
         "phase_s": ("s of a phase of the trainer besides its passes", fit),
+        "collective_s": ("s of latency of a collective in a layer of a pass", fit),
         "collective": ("of the links in collectives", guess),
         "push": ("of the link in a weight push", fit),
         "push_tensor_s": ("s of host work for a tensor there", fit),

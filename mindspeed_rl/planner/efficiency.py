@@ -46,6 +46,7 @@ class Efficiency:
         pass_s: seconds of host work that a micro-batch costs in a layer of a pass of the trainer.
         expert_pass_s: what each expert of a rank costs there in addition.
         phase_s: seconds of a phase of the trainer besides its passes: rows come and go.
+        collective_s: latency of a collective in a layer of a pass.
         collective: fraction of the links in the collectives of tensor, context, expert and data parallelism.
         push: fraction of the link in a weight sync.
         push_tensor_s: seconds of host work that each tensor costs there.
@@ -63,6 +64,7 @@ class Efficiency:
     pass_s: float
     expert_pass_s: float
     phase_s: float
+    collective_s: float
     collective: float
     push: float
     push_tensor_s: float
@@ -102,6 +104,7 @@ _CPU = Efficiency(
     pass_s=4e-3,
     expert_pass_s=0.0,
     phase_s=0.0,
+    collective_s=0.0,
     collective=0.5,
     push=0.1,
     push_tensor_s=0.0,

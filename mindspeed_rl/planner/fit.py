@@ -7,27 +7,23 @@ fastest few of each that fit are combined and planned together.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_rl.catalogue import CRITIC_ESTIMATOR
 from mindspeed_rl.config.device_limits import HEAD_ROWS
-from mindspeed_rl.config.errors import suggest_name
-from mindspeed_rl.config.keys.megatron import MegatronConfig
-from mindspeed_rl.config.keys.model import ModelKeys
+from mindspeed_rl.config.keys.megatron import EngineName
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.run_files import apply_values, find_project_configs
-from mindspeed_rl.models.model_keys import fill_model_keys
-from mindspeed_rl.models.plan import read_model
+from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
+from mindspeed_rl.planner.run_shape import read_shape
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import is_valid, unavailable
 
@@ -51,6 +47,11 @@ _ROUNDING_SAVERS: tuple[dict[str, object], ...] = (
     {"actor_config.optimizer_offload_fraction": 0.5, **_HALF_GRADIENTS},
     {"actor_config.optimizer_offload_fraction": 1.0, **_HALF_GRADIENTS},
 )
+#: training engine -> both
+_ENGINE_SAVERS: dict[EngineName, tuple[tuple[dict[str, object], ...], tuple[dict[str, object], ...]]] = {
+    "megatron": (_SAVERS, _ROUNDING_SAVERS),
+    "fsdp": (({"actor_config.swap_optimizer": True},), ()),
+}
 _STREAMED: dict[str, object] = {"actor_config.stream_ref_weights": True}
 #: parts of the training state that may stay on the device while the engine generates, the most first
 _RESIDENT = (("optimizer", "grad", "param"), ("grad", "param"), ("param",))
@@ -59,16 +60,15 @@ _FRACTIONS = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
 _FRACTION = "generate_config.gpu_memory_utilization"
 _SPLITS = ("tensor_model", "pipeline_model", "context", "expert_model")
 _TRAINING = ("reference_model", "old_log_p", "update", "offload")
-
-#: keys that a user has to set, each with an example value
-_EXAMPLES = (
-    ("megatron_training", "data_path", "./dataset/deepscaler/data"),
-    ("megatron_training", "dataset_additional_keys", ["labels"]),
-    ("megatron_training", "tokenizer_name_or_path", "./models/{model}"),
-    ("actor_config", "load", "./models/{model}"),
-    ("actor_config", "save", "./ckpt/{model}"),
-    ("actor_config", "finetune", True),
+#: keys of a role that a search chooses, which a run file's own values leave to it
+_SEARCHED = frozenset(
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size sequence_parallel num_layer_list num_layers_per_virtual_pipeline_stage "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules swap_optimizer swap_optimizer_times "
+    "optimizer_offload_fraction stream_ref_weights micro_batch_size".split()
 )
+#: roles that have the actor's layout where they are on its devices
+_FOLLOWING = ("critic", "ref", "reward", "teacher")
 
 #: values of keys, by dotted name
 _Values = dict[str, object]
@@ -86,6 +86,7 @@ class FitRequest:
         prompts, samples: number of prompts of an iteration, and of samples of a prompt.
         stage: one of STAGES.
         folder: Hugging Face folder whose config.json has the model's shape; None for a model block.
+        engine: training engine.
     """
 
     model: str
@@ -98,11 +99,37 @@ class FitRequest:
     num_nodes: int = 1
     stage: str = "GRPO"
     folder: str | None = None
+    engine: EngineName = "megatron"
 
     @property
     def max_len(self) -> int:
         """Maximum tokens of a sequence."""
         return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class _Space:
+    """The run file that a search completes, and what it may choose in it.
+
+    Attributes:
+        tree: the run file without the keys of a layout.
+        micro_batches: keys of the sizes of micro-batches, the smallest first.
+        rooms: keys of the memory of an engine, the most first.
+        trainers: devices that train where the run file gives the engines others; None where it does not.
+        engines: devices of the engines then.
+        sizes_engines: `max_num_seqs` follows the batch.
+        keeps_resident: training state may stay on the device while the engine generates.
+        following: groups of roles that have the actor's layout.
+    """
+
+    tree: dict[str, Any]
+    micro_batches: tuple[_Values, ...]
+    rooms: tuple[_Values, ...]
+    trainers: int | None = None
+    engines: int = 0
+    sizes_engines: bool = True
+    keeps_resident: bool = True
+    following: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,9 +194,15 @@ STAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def _build_base_tree(request: FitRequest) -> dict[str, Any]:
-    """Return the run file that the search completes, of the request's stage, with every feature that costs nothing."""
-    return STAGES[request.stage](build_grpo_tree(request))
+def _build_space(request: FitRequest) -> _Space:
+    """Return the space of a run of the request's stage, with every feature that costs nothing."""
+    tree = STAGES[request.stage](build_grpo_tree(request))
+    return _Space(
+        tree,
+        micro_batches=tuple(_size_micro_batches(request, factor) for factor in (1, 2)),
+        rooms=tuple({_FRACTION: fraction} for fraction in _FRACTIONS),
+        following=tuple(group for group in ("critic_config",) if group in tree),
+    )
 
 
 def build_grpo_tree(request: FitRequest) -> dict[str, Any]:
@@ -183,6 +216,7 @@ def build_grpo_tree(request: FitRequest) -> dict[str, Any]:
         "megatron_training": {
             "stage": "ray_grpo",
             **named,
+            **({} if request.engine == "megatron" else {"engine": request.engine}),
             "global_batch_size": request.prompts,
             "train_iters": 100,
             "bf16": True,
@@ -231,16 +265,86 @@ def fit(
     Raises:
         ValueError: nothing fits; the message has the layout with the fewest bytes.
     """
-    search = _Search(request, device, efficiency, samples)
+    search = _Search(request, _build_space(request), device, efficiency, samples)
     results = search.find_layouts(None)
     for part in (2, 4):  # the engines on half of the devices, or on all but a quarter
         if request.npus % part == 0 and request.npus >= 2 * part:
             results += search.find_layouts(request.npus // part)
     if not results:
+        raise ValueError(f"--npus: {search.explain_failure()}")
+    return search.relax(results)
+
+
+def fit_run(
+    tree: Mapping[str, Any],
+    run: Run,
+    device: Device,
+    efficiency: Efficiency | None = None,
+    *,
+    samples: SampleMeans | None = None,
+) -> list[FitResult]:
+    """Search layouts of a run on the devices that it has, the fastest first: everything else in its run file stays.
+
+    Args:
+        tree: its run file as `compose` gives it.
+        run: its draft.
+
+    Raises:
+        ValueError: the run cannot be planned, or nothing fits.
+    """
+    cfg, shape = run.config, read_shape(run, device)
+    rl, generate, model_config = cfg.rl_config, cfg.generate_config, shape.actor.plan.model_config
+    is_rl = generate is not None and rl is not None and not cfg.is_supervised
+    dedicated, npus = run.placement.disaggregated, shape.actor.devices
+    request = FitRequest(
+        cfg.config_name,
+        {"num_layers": model_config.num_layers, "num_experts": model_config.num_moe_experts},
+        npus,
+        rl.max_prompt_length if rl is not None and is_rl else 0,
+        shape.max_len - (rl.max_prompt_length if rl is not None and is_rl else 0),
+        num_nodes=run.num_nodes,
+        stage="GRPO" if is_rl else "SFT",
+        engine=cfg.actor_config.engine,
+    )
+    limited = generate is not None and (generate.kv_cache_memory_gib is not None or not device.sleeps)
+    dedicated_roles = run.placement.dedicated
+    following = tuple(
+        f"{role}_config" for role in _FOLLOWING if not dedicated_roles.get(role) and tree.get(f"{role}_config") is not None
+    )
+    space = _Space(
+        _strip_layout(tree, following),
+        micro_batches=_vary_micro_batches(run),
+        rooms=({},) if limited or not is_rl else tuple({_FRACTION: fraction} for fraction in _FRACTIONS),
+        trainers=npus if dedicated else None,
+        engines=run.placement.num_devices - npus if dedicated else npus,
+        sizes_engines=False,
+        keeps_resident=device.sleeps,
+        following=following,
+    )
+    search = _Search(request, space, device, efficiency, samples)
+    results = search.find_layouts(space.trainers)
+    if not results:
         raise ValueError(search.explain_failure())
-    results.sort(key=_rank)
-    results[:_MAX_RELAXED] = (search.keep_resident(result) for result in results[:_MAX_RELAXED])
-    return sorted(results, key=_rank)
+    return search.relax(results)
+
+
+def _strip_layout(tree: Mapping[str, Any], following: Iterable[str]) -> dict[str, Any]:
+    """Return a run file without the keys that a search chooses; roles on dedicated devices keep theirs."""
+    stripped = apply_values(tree, {})
+    for group in ("megatron_training", "actor_config", *following):
+        if stripped.get(group) is not None:
+            stripped[group] = {name: value for name, value in stripped[group].items() if name not in _SEARCHED}
+    return stripped
+
+
+def _vary_micro_batches(run: Run) -> tuple[_Values, ...]:
+    """Return the sizes of the micro-batches of a run, half of them and twice, the smallest first."""
+    cfg = run.config
+    rl, size = cfg.rl_config, cfg.actor_config.micro_batch_size or 1
+    if rl is not None and not cfg.is_supervised and rl.use_dynamic_bsz:
+        tokens = rl.max_packing_token_size
+        return tuple({"rl_config.max_packing_token_size": count} for count in (tokens, 2 * tokens))
+    return tuple({"actor_config.micro_batch_size": count} for count in sorted({max(1, size // 2), size, 2 * size}))
 
 
 def _rank(result: FitResult) -> tuple[int, int, bool, int, float]:
@@ -259,18 +363,27 @@ class _Search:
         engine_problem: why the engine with the most room fits on no device; "" where one does.
     """
 
-    def __init__(self, request: FitRequest, device: Device, efficiency: Efficiency | None, samples: SampleMeans | None) -> None:
-        self._request, self._device, self._efficiency, self._samples = request, device, efficiency, samples
+    def __init__(
+        self,
+        request: FitRequest,
+        space: _Space,
+        device: Device,
+        efficiency: Efficiency | None,
+        samples: SampleMeans | None,
+    ) -> None:
+        self._request, self._space, self._device = request, space, device
+        self._efficiency, self._samples = efficiency, samples
         self.smallest: MemoryPlan | None = None
         self.engine_problem = ""
 
     def find_layouts(self, trainers: int | None) -> list[FitResult]:
         """Search with all phases on all devices, or training on `trainers` of them and the engines on the others."""
-        request = self._request
-        tree = _build_base_tree(request)
-        if "generate_config" not in tree:
+        request, space = self._request, self._space
+        tree = space.tree
+        if request.stage.startswith("SFT"):
             return self._find_supervised(tree) if trainers is None else []
-        if trainers is not None:  # engines on dedicated devices generate for the next iteration while this one trains
+        # engines on dedicated devices generate for the next iteration while this one trains
+        if trainers is not None and space.trainers is None:
             values: _Values = {
                 "rl_config.use_integrated_worker": False,
                 "rl_config.actor_resource.num_npus": trainers,
@@ -279,7 +392,7 @@ class _Search:
                 **{f"generate_config.offload_train_{part}": False for part in ("optimizer", "grad", "param")},
             }
             tree = apply_values(tree, values)
-        engines = self._find_engines(tree, request.npus - (trainers or 0))
+        engines = self._find_engines(tree, space.engines or request.npus - (trainers or 0))
         if not engines:
             return []
         training = self._find_training(tree, trainers or request.npus, engines[0])
@@ -293,14 +406,14 @@ class _Search:
         for values in self._find_training(tree, self._request.npus, {}):
             plans = self._plan(tree, values)
             assert plans is not None  # it was planned before
-            results.append(FitResult(_apply_layout(tree, values), values, *plans))
+            results.append(FitResult(self._apply(tree, values), values, *plans))
         return results
 
     def explain_failure(self) -> str:
         """Return the reason why no layout fits."""
         request, memory = self._request, self._device.memory / GIB
         text = (
-            f"--npus: {request.model} with sequences of {request.max_len} tokens does not fit on {request.npus} devices of "
+            f"{request.model} with sequences of {request.max_len} tokens does not fit on {request.npus} devices of "
             f"{memory:.0f} GiB"
         )
         if self.smallest is None and self.engine_problem:
@@ -309,19 +422,30 @@ class _Search:
             return f"{text}: no layout keeps the rules; another number of devices, or another batch, may."
         return f"{text}; {_describe_peak(self.smallest)}."
 
-    def keep_resident(self, result: FitResult) -> FitResult:
+    def relax(self, results: list[FitResult]) -> list[FitResult]:
+        """Return layouts, the fastest first, of which the fastest leave training state on the device where it fits."""
+        results.sort(key=_rank)
+        if self._space.keeps_resident:
+            results[:_MAX_RELAXED] = (self._keep_resident(result) for result in results[:_MAX_RELAXED])
+        return sorted(results, key=_rank)
+
+    def _keep_resident(self, result: FitResult) -> FitResult:
         """Return the layout, with training state that stays on the device during generation where that fits and is faster."""
-        tree = _build_base_tree(self._request)
-        if result.trainers is not None or "generate_config" not in tree:
+        tree = self._space.tree
+        if result.trainers is not None or self._request.stage.startswith("SFT"):
             return result
-        limit = float(str(result.values[_FRACTION]))
-        for names, fraction in itertools.product(_RESIDENT, (fraction for fraction in _FRACTIONS if fraction <= limit)):
+        for names, room in itertools.product(_RESIDENT, self._list_rooms(result.values)):
             kept: _Values = {f"generate_config.offload_train_{name}": False for name in names}
-            values = result.values | kept | {_FRACTION: fraction}
+            values = result.values | kept | room
             plans = self._plan(tree, values)
             if plans is not None and plans[0].verdict == "fits" and plans[1].total < result.time.total:
-                return FitResult(_apply_layout(tree, values), values, *plans)
+                return FitResult(self._apply(tree, values), values, *plans)
         return result
+
+    def _list_rooms(self, values: _Values) -> Iterator[_Values]:
+        """Yield the memory of an engine that has these keys, and less."""
+        rooms = self._space.rooms
+        yield from rooms[next(index for index, room in enumerate(rooms) if room.items() <= values.items()) :]
 
     def _find_engines(self, tree: dict[str, Any], npus: int) -> list[_Values]:
         """Return the keys of the engines that fit on so many devices, the fastest first."""
@@ -331,7 +455,7 @@ class _Search:
         fixed: _Values = {
             "actor_config.tensor_model_parallel_size": 1,
             "actor_config.pipeline_model_parallel_size": 1,
-            "rl_config.max_packing_token_size": request.max_len,
+            **self._space.micro_batches[0],
         }
         ranked: list[tuple[float, _Values]] = []
         for tensor in _powers(min(16, npus, self._device.devices_per_node)):
@@ -341,21 +465,23 @@ class _Search:
             for sharing in _powers(replicas) if experts else (1,):
                 values: _Values = {
                     "generate_config.infer_tensor_parallel_size": tensor,
-                    "generate_config.max_num_seqs": min(256, max(1, math.ceil(request.prompts * request.samples / replicas))),
                     **({"generate_config.infer_expert_parallel_size": sharing} if experts else {}),
                 }
-                for fraction in _FRACTIONS:
-                    plans = self._plan(tree, fixed | values | {_FRACTION: fraction})
+                if self._space.sizes_engines:
+                    count = math.ceil(request.prompts * request.samples / replicas)
+                    values["generate_config.max_num_seqs"] = min(256, max(1, count))
+                for room in self._space.rooms:
+                    plans = self._plan(tree, fixed | values | room)
                     if plans is None:
                         continue
                     memory, time = plans
                     generate = memory.only("generate")
                     groups = tuple(group for group in generate.groups if group.name == "rollout") or generate.groups
-                    if fraction == _FRACTIONS[0]:  # of the engine over the most devices
+                    if room == self._space.rooms[0]:  # of the engine over the most devices
                         self.engine_problem = "; ".join(memory.problems) or _describe_peak(generate)
                     if replace(generate, groups=groups).verdict == "fits":
                         seconds = time.phases["rollout"] + time.phases["resharding_to_infer"]
-                        ranked.append((seconds, values | {_FRACTION: fraction}))
+                        ranked.append((seconds, values | room))
                         break  # with less of the device it would only be slower
         if ranked:
             self.engine_problem = ""
@@ -370,17 +496,20 @@ class _Search:
             engine: keys of any engine that fits; its memory is free while the model trains.
         """
         ranked: list[_Ranked] = []
-        streams = "rl_config" in tree and not tree["generate_config"]["offload_train_param"]
-        request, fits = self._request, MemoryPlan.VERDICTS[0]
+        request, fits, sizes = self._request, MemoryPlan.VERDICTS[0], self._space.micro_batches
+        offloads = tree.get("generate_config") or {"offload_train_param": True}
+        streams = not offloads.get("offload_train_param") and request.engine == "megatron"
+        savers, rounding = _ENGINE_SAVERS[request.engine]
         for base, layers, pp in _list_splits(request, npus, self._device):
             stages: tuple[Iterable[_Values], ...] = (
-                _vary_memory(base, layers, pp, request),
-                _save_memory(base, request, _SAVERS, streams=streams),
-                _save_memory(base, request, _ROUNDING_SAVERS, streams=streams),
+                _vary_memory(base, layers, pp, sizes),
+                _save_memory(base, sizes[0], savers, streams=streams),
+                _save_memory(base, sizes[0], rounding, streams=streams),
             )
             for index, variants in enumerate(stages):
                 # what does not fit with the least memory is not tried with more
-                if index == 1 and self._rank_training(tree, _save_all(base, request, streams=streams), engine) is None:
+                most = _save_memory(base, sizes[0], (*savers, *rounding)[-1:], streams=streams)
+                if index == 1 and self._rank_training(tree, list(most)[-1], engine) is None:
                     break
                 tried = [self._rank_training(tree, values, engine) for values in variants]
                 accepted = [entry for entry in tried if entry is not None]
@@ -406,17 +535,15 @@ class _Search:
     def _combine(self, tree: dict[str, Any], train: _Values, serve: _Values, trainers: int | None) -> FitResult | None:
         """Return both with the largest fraction of memory for the engine with which they fit, else are tight."""
         best: FitResult | None = None
-        for fraction in _FRACTIONS:
-            if fraction > float(str(serve[_FRACTION])):
-                continue
-            values = train | serve | {_FRACTION: fraction}
+        for room in self._list_rooms(serve):
+            values = train | serve | room
             plans = self._plan(tree, values)
             if plans is None:
                 continue
             if plans[0].verdict not in _ACCEPTED:
                 self._note(plans[0])
                 continue
-            result = FitResult(_apply_layout(tree, values), values, *plans, trainers)
+            result = FitResult(self._apply(tree, values), values, *plans, trainers)
             if plans[0].verdict == "fits":
                 return result
             best = best or result
@@ -427,11 +554,14 @@ class _Search:
         if self.smallest is None or memory.fullest.peak.total < self.smallest.fullest.peak.total:
             self.smallest = memory
 
+    def _apply(self, tree: dict[str, Any], values: _Values) -> dict[str, Any]:
+        return _apply_layout(tree, values, self._space.following)
+
     def _plan(self, tree: dict[str, Any], values: _Values) -> tuple[MemoryPlan, TimePlan] | None:
         """Plan a layout; None where the values break a rule."""
         nodes = self._request.num_nodes
         try:
-            run = draft(build_run_config(_apply_layout(tree, values), config_name="fit"), nodes)
+            run = draft(build_run_config(self._apply(tree, values), config_name="fit"), nodes)
             if not is_valid(run) or unavailable(run):
                 return None
             memory = plan_memory(run, self._device)
@@ -446,11 +576,12 @@ def _describe_peak(memory: MemoryPlan) -> str:
     return f"the nearest layout takes {peak.total / GIB:.0f} GiB in phase {peak.name}"
 
 
-def _apply_layout(tree: dict[str, Any], values: _Values) -> dict[str, Any]:
-    """Return the run file with these values; the layout of the actor is the critic's too."""
+def _apply_layout(tree: dict[str, Any], values: _Values, following: Iterable[str]) -> dict[str, Any]:
+    """Return the run file with these values; the layout of the actor is that of the groups that follow it, too."""
     actor = {name: value for name, value in values.items() if name.startswith("actor_config.")}
-    shared = {name.replace("actor_config", "critic_config", 1): value for name, value in actor.items()}
-    return apply_values(tree, values | (shared if "critic_config" in tree else {}))
+    for group in following:
+        values = values | {name.replace("actor_config", group, 1): value for name, value in actor.items()}
+    return apply_values(tree, values)
 
 
 # ---------------------------------------------------------------------- candidates
@@ -496,32 +627,28 @@ _RECOMPUTED: _Values = {
 }
 
 
-def _vary_memory(base: _Values, layers: int, pp: int, request: FitRequest) -> Iterator[_Values]:
-    """Yield the layout with virtual stages, recomputation and larger micro-batches, on and off."""
+def _vary_memory(base: _Values, layers: int, pp: int, micro_batches: Sequence[_Values]) -> Iterator[_Values]:
+    """Yield the layout with virtual stages and recomputation, on and off, and each size of micro-batches."""
     chunks: list[int | None] = [None]
     if pp > 1 and layers % pp == 0 and layers // pp % 2 == 0:
         chunks.append(layers // pp // 2)
-    for chunk, recompute, factor in itertools.product(chunks, ({}, _RECOMPUTED), (1, 2)):
-        values = {**base, **recompute, **_size_micro_batches(request, factor)}
+    for chunk, recompute, size in itertools.product(chunks, ({}, _RECOMPUTED), micro_batches):
+        values = {**base, **recompute, **size}
         if chunk is not None:
             values["actor_config.num_layers_per_virtual_pipeline_stage"] = chunk
         yield values
 
 
-def _save_memory(base: _Values, request: FitRequest, savers: Sequence[_Values], *, streams: bool) -> Iterator[_Values]:
+def _save_memory(base: _Values, size: _Values, savers: Sequence[_Values], *, streams: bool) -> Iterator[_Values]:
     """Yield the layout with what saves memory; where memory is that short, larger micro-batches are not a choice.
 
     Args:
+        size: keys of the smallest micro-batches.
         savers: keys of which each variant has one entry.
         streams: also with the reference in host memory, which otherwise is on the device during an update.
     """
     for recompute, saver, streamed in itertools.product(({}, _RECOMPUTED), savers, ({}, _STREAMED) if streams else ({},)):
-        yield {**base, **recompute, **_size_micro_batches(request, 1), **_CHUNKED_HEAD, **saver, **streamed}
-
-
-def _save_all(base: _Values, request: FitRequest, *, streams: bool) -> _Values:
-    """Return the layout of `_save_memory` that needs the least memory."""
-    return list(_save_memory(base, request, _ROUNDING_SAVERS[-1:], streams=streams))[-1]
+        yield {**base, **recompute, **size, **_CHUNKED_HEAD, **saver, **streamed}
 
 
 def _size_micro_batches(request: FitRequest, factor: int) -> _Values:
@@ -529,73 +656,3 @@ def _size_micro_batches(request: FitRequest, factor: int) -> _Values:
     if request.stage.startswith("SFT"):
         return {"actor_config.micro_batch_size": factor}
     return {"rl_config.max_packing_token_size": request.max_len * factor}
-
-
-# ---------------------------------------------------------------------- run files
-
-
-def read_folder(folder: Path) -> dict[str, Any]:
-    """Return the keys of a model block that describe the model of a folder.
-
-    Raises:
-        ValueError: its config.json is of no supported model.
-    """
-    _, model_config, _ = read_model(folder)
-    config = MegatronConfig(num_layers=model_config.num_layers)
-    filled = fill_model_keys(config, model_config, folder / "config.json", frozenset())
-    defaults = MegatronConfig()
-    values = {field.name: getattr(filled, field.name) for field in fields(ModelKeys)}
-    return {name: value for name, value in values.items() if value is not None and value != getattr(defaults, name)}
-
-
-def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
-    """Return the keys of a model block.
-
-    Raises:
-        ValueError: the block does not exist; the nearest name is given.
-    """
-    import yaml  # here, as in run_files: help and errors need no YAML
-
-    folders = [Path(config_dir)] if config_dir is not None else [find_project_configs(), Path.cwd() / "configs", Path.cwd()]
-    for folder in folders:
-        path = folder / "model" / f"{name}.yaml"
-        if path.is_file():
-            block = yaml.safe_load(path.read_text(encoding="utf-8"))
-            if not isinstance(block, dict) or not isinstance(block.get(name), dict):
-                raise ValueError(f"--model: {path} has no block {name}.")
-            return block[name]
-    known = sorted(path.stem for folder in folders for path in (folder / "model").glob("*.yaml"))
-    likely = suggest_name(name, known)
-    hint = f"the nearest name is {likely}" if likely else f"known are {', '.join(known) or 'none'}"
-    raise ValueError(f"--model: there is no model block {name!r}, and no folder with a config.json; {hint}.")
-
-
-def format_run_file(request: FitRequest, result: FitResult) -> str:
-    """Return a layout as the text of a run file; paths of data and weights are examples."""
-    peak, time = result.memory.fullest.peak, result.time
-    lines = [
-        f"# GRPO of {request.model} on {request.npus} devices of {result.memory.device}, found by `mindspeed-rl plan fit`:",
-        f"# about {peak.total / GIB:.0f} GiB a device in phase {peak.name}, {time.format_bounds(time.total)} s an iteration. "
-        "Paths of data and weights are examples.",
-        *(["defaults:", f"  - model: [{request.model}]"] if request.folder is None else []),
-    ]
-    tree = {name: dict(group) for name, group in result.tree.items() if isinstance(group, Mapping) and name != "model"}
-    for group, key, value in _EXAMPLES:
-        tree[group][key] = value.format(model=request.model) if isinstance(value, str) else value
-    if request.folder is not None:
-        tree["megatron_training"]["tokenizer_name_or_path"] = tree["actor_config"]["load"] = request.folder
-    lines += ["", f"platform: {result.tree['platform']}"]
-    for name, group in tree.items():
-        lines += ["", f"{name}:", *_format_group(group, 1)]
-    return "\n".join(lines) + "\n"
-
-
-def _format_group(group: Mapping[str, object], depth: int) -> Iterator[str]:
-    for name, value in group.items():
-        if isinstance(value, Mapping):
-            yield "  " * depth + f"{name}:"
-            yield from _format_group(value, depth + 1)
-        else:
-            # every JSON value is YAML, except numbers like 1e-06, which YAML reads as text without a point
-            text = f"{value:.1e}" if isinstance(value, float) and 0 < value < 1e-3 else json.dumps(value)
-            yield "  " * depth + f"{name}: {text}"

@@ -5,29 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from mindspeed_rl.config import RunConfig
-from mindspeed_rl.config.keys import ROLE_GROUPS
-from mindspeed_rl.config.keys.model import ModelKeys
-from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
 from mindspeed_rl.observability.expected_curve import ExpectedCurve
 from mindspeed_rl.observability.history import History
-from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.planner.advice import find_relieving_changes
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
-from mindspeed_rl.planner.devices import GIB, Device, find_device
+from mindspeed_rl.planner.calibration import build_run_tree, compute_later_medians, measure_samples
+from mindspeed_rl.planner.devices import GIB, find_device
 from mindspeed_rl.planner.memory import MemoryPlan, Phase
 from mindspeed_rl.planner.promise import Promise, make_promise
 from mindspeed_rl.planner.promise_check import Assumed, Promised, PromiseWatch, compare_with
-from mindspeed_rl.planner.samples import SampleMeans, max_response_len
-from mindspeed_rl.planner.seconds import TimePlan, plan_time
+from mindspeed_rl.planner.samples import SampleMeans
+from mindspeed_rl.planner.seconds import TimePlan, calibrate, plan_time
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.draft import draft
 
 #: totals that a run measures, by phase
 _TOTALS = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}
@@ -81,9 +73,11 @@ class _Prediction:
         """
         if self.missing:
             return {"missing": self.missing}
-        device, medians = find_device(self.run.config), _compute_later_medians(history)
+        device, medians = find_device(self.run.config), compute_later_medians(history)
         try:
-            plan = plan_time(self.run, device, samples=_measure_samples(self.run.config, medians))
+            plan = plan_time(self.run, device, samples=measure_samples(self.run.config, medians))
+            if self.promise is not None and self.promise.time.factors:
+                plan = calibrate(plan, self.promise.time.factors)
         except ValueError as error:
             return {"missing": str(error)}
         kept = compare_with(self._list_promised(), self._describe_assumed(), history)
@@ -162,7 +156,7 @@ class _Prediction:
     def suggest_settings(self, phase: str) -> str:
         """Return the nearest settings with more room in a phase that ran out of memory, in a sentence."""
         cfg = self.run.config
-        tree = _build_run_tree(dataclasses.asdict(cfg), cfg.as_written())
+        tree = build_run_tree(dataclasses.asdict(cfg), cfg.as_written())
         try:
             changes = find_relieving_changes(tree, self.run, phase, find_device(cfg))
         except ValueError as error:
@@ -245,91 +239,3 @@ def _row(
         "high": expected.high,
         "measured": measured,
     }
-
-
-# ---------------------------------------------------------------------- calibration
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The measurements of a run folder.
-
-    Attributes:
-        medians: medians of every metric over the later half of the iterations.
-        run: the draft of its run file; the folder does not record the number of machines, on which no second depends.
-    """
-
-    folder: Path
-    medians: dict[str, float]
-    run: Run
-
-
-def read_measured(folder: str | Path) -> _Measured:
-    """Read the measurements of a run folder.
-
-    Raises:
-        ValueError: the folder has no metrics.jsonl with iterations, or no report.json with its run file.
-    """
-    path = Path(folder)
-    try:
-        history = History(read_lines(path / "metrics.jsonl"))
-        report = json.loads((path / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--calibrate: {path} is not a folder of a run that wrote a report: {error}.") from None
-    medians = _compute_later_medians(history)
-    if "timing/all" not in medians and "timing/update" not in medians:
-        raise ValueError(f"--calibrate: {path / 'metrics.jsonl'} has no iteration with timings.")
-    values = report.get("config", {})
-    written = report.get("config_set") or {group: values[group] for group in TOP_LEVEL if values.get(group)}
-    cfg = build_run_config(_build_run_tree(values, written), config_name=str(report.get("title", "run")))
-    return _Measured(path, medians, draft(cfg))
-
-
-def _compute_later_medians(history: History) -> dict[str, float]:
-    """Return the median of every metric over the later half of the iterations; the first half includes one-time work."""
-    return {name: statistics.median(half.y) for name, half in history.later_half().items()}
-
-
-def _build_run_tree(values: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Build a run file's groups and model blocks.
-
-    Args:
-        values: values of all keys of all groups.
-        written: values that the run file sets, by group.
-    """
-    tree: dict[str, Any] = {group: dict(keys) for group, keys in written.items()}
-    tree |= tree.pop("run", {"platform": values.get("platform", "auto")})
-    tree.pop("sampling_config", None)
-    shape = {field.name for field in dataclasses.fields(ModelKeys)} | {"padded_vocab_size"}
-    blocks = {}
-    for role in ("megatron_training", *ROLE_GROUPS):
-        keys = values.get(role) or {}
-        if keys.get("model") and keys.get("num_layers") is not None:
-            blocks[keys["model"]] = {name: value for name, value in keys.items() if name in shape and value is not None}
-    tree["model"] = blocks
-    return tree
-
-
-def compute_factors(measured: _Measured, device: Device) -> dict[str, float]:
-    """Compute measured over predicted seconds by phase; "all" for phases that the run does not have."""
-    plan = plan_time(measured.run, device, samples=_measure_samples(measured.run.config, measured.medians))
-    factors = {}
-    for name, seconds in plan.phases.items():
-        if (real := measured.medians.get(f"timing/{name}", 0.0)) > 0 and seconds > 0:
-            factors[name] = real / seconds
-    if factors:
-        known = sum(plan.phases[name] for name in factors)
-        factors["all"] = sum(plan.phases[name] * factor for name, factor in factors.items()) / known
-    return factors
-
-
-def _measure_samples(cfg: RunConfig, medians: Mapping[str, float]) -> SampleMeans:
-    """Return the means of the samples that a run measured."""
-    response, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
-    if cfg.is_supervised and medians.get("train/tokens") and medians.get("train/samples"):
-        # a pair has two sequences
-        rows = medians["train/samples"] * (2 if cfg.stage in ("dpo", "simpo", "cpo", "orpo", "orm") else 1)
-        return SampleMeans(min(medians["train/tokens"] / rows, float(cfg.actor_config.seq_length or 4096)))
-    if response is not None and cfg.generate_config is not None:
-        response = min(response, max_response_len(cfg))
-    return SampleMeans(response or None, prompt or None, medians.get("turns/mean"), medians.get("tool_seconds/mean"))

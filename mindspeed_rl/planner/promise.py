@@ -11,6 +11,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.observability.expected_curve import ExpectedCurve
+from mindspeed_rl.planner.calibration import plan_by_earlier_runs
 from mindspeed_rl.planner.devices import GIB, Device, find_device
 from mindspeed_rl.planner.memory import MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.samples import SampleMeans
@@ -184,7 +185,7 @@ class Promise:
             "problems": list(self.memory.problems),
             "seconds": {"all": list(time.bounds(time.total))}
             | {name: list(time.bounds(seconds, name)) for name, seconds in time.phases.items()},
-            "published_runs": {name: time.efficiency.find_error(name).figures for name in ("all", *time.phases)},
+            "measured_runs": {name: time.efficiency.find_error(name).figures for name in ("all", *time.phases)},
             "iterations": iterations,
             "hours": None if hours is None else list(hours),
             "device_hours": None if hours is None else [bound * time.devices for bound in hours],
@@ -257,7 +258,7 @@ def make_promise(
     """
     actor = run.config.actor_config
     device = device or find_device(run.config)
-    memory, time = plan_memory(run, device), plan_time(run, device, samples=samples)
+    memory, time = plan_memory(run, device), _plan_seconds(run, device, samples)
     iterations = actor.train_iters if actor.train_epochs is None or run.models else None
     price = actor.device_hour_price if price is None else price
     promise = Promise(run, memory, time, iterations, price, bands=tuple(bands))
@@ -273,6 +274,10 @@ def make_promise(
     return replace(promise, cheaper=cheapest, faster=fastest)
 
 
+def _plan_seconds(run: Run, device: Device, samples: SampleMeans | None) -> TimePlan:
+    return plan_by_earlier_runs(plan_time(run, device, samples=samples), run, device)
+
+
 def _find_neighbours(tree: Mapping[str, object], run: Run, device: Device, samples: SampleMeans | None) -> Iterator[Neighbour]:
     """Yield the sound layouts that fit and are one change away from the run's."""
     names = {"config_name": run.config.config_name, "config_dir": run.config.config_dir}
@@ -284,7 +289,7 @@ def _find_neighbours(tree: Mapping[str, object], run: Run, device: Device, sampl
             memory = plan_memory(other, device)
             if memory.verdict not in _VERDICTS:
                 continue
-            time = plan_time(other, device, samples=samples)
+            time = _plan_seconds(other, device, samples)
         except (ConfigError, ValueError):
             continue
         yield Neighbour(values, memory.verdict, time.devices, time)

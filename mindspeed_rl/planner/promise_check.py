@@ -22,6 +22,8 @@ _TOLERANCE = 1.05
 #: a ratio from which lengths, or a rank, explain seconds
 _LONGER, _SLOWER = 1.2, 1.3
 _PASSES = (Phases.UPDATE_ACTOR.timer, Phases.REF_LOG_PROBS.timer, Phases.ACTOR_LOG_PROBS.timer, Phases.UPDATE_CRITIC.timer)
+#: phases at whose ends training state leaves the device, or comes back
+_BESIDE_COPIES = (Phases.GENERATE.timer, Phases.UPDATE_ACTOR.timer, Phases.PUSH_WEIGHTS.timer)
 
 _Medians = Mapping[str, float]
 
@@ -151,9 +153,9 @@ def _find_slow_rank(name: str, medians: _Medians, assumed: Assumed) -> Iterator[
 
 def _find_offload(name: str, medians: _Medians, assumed: Assumed) -> Iterator[str]:
     """Yield the seconds in which training state moves, where they are a good part of the phase."""
-    moved = medians.get("timing/offload", 0.0) + medians.get("timing/onload", 0.0)
+    moved = medians.get("timing/offload", 0.0)
     total = medians.get(f"timing/{name}", 0.0)
-    if assumed.offloads and moved > 0.2 * total > 0 and name in ("all", Phases.GENERATE.timer, Phases.UPDATE_ACTOR.timer):
+    if assumed.offloads and moved > 0.2 * total > 0 and name in ("all", *_BESIDE_COPIES):
         yield f"offloading takes {moved:.3g} s (offload_train_optimizer, offload_train_param)"
 
 

@@ -23,8 +23,9 @@ from mindspeed_rl.config.run_files import apply_values, compose, find_project_co
 from mindspeed_rl.files import read_json
 from mindspeed_rl.planner.devices import DEVICES, GIB
 from mindspeed_rl.planner.efficiency import Efficiency, PhaseError
-from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree, read_block
+from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree
 from mindspeed_rl.planner.memory import Phase, plan_memory
+from mindspeed_rl.planner.run_files import read_block
 from mindspeed_rl.planner.run_shape import RunShape, read_shape
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
@@ -43,6 +44,7 @@ PRIOR = Efficiency(
     pass_s=3.6e-3,
     expert_pass_s=3e-4,
     phase_s=1.0,
+    collective_s=5e-4,
     collective=0.4,
     push=0.01,
     push_tensor_s=1e-3,
@@ -56,7 +58,7 @@ _LOGIT_BYTES = 5
 #: figures of a phase from which it has an error of its own, and the smallest factor that is promised
 _MIN_FIGURES, _MIN_SPREAD = 3, 1.1
 #: constants of the rollout engine, of the host and of the links, which are the same with both training engines
-_SHARED = ("layer_s", "graph_layer_s", "phase_s", "push", "push_tensor_s", "push_s", "host", "host_adamw")
+_SHARED = ("layer_s", "graph_layer_s", "phase_s", "collective_s", "push", "push_tensor_s", "push_s", "host", "host_adamw")
 #: constants of a training engine
 _TRAINING = ("train", "pass_s", "expert_pass_s")
 #: weight of a constant's distance to its prior, as a fraction of the weight of a figure's error

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -31,6 +32,7 @@ from mindspeed_rl.planner.memory import count_judge_bytes
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_row_length, assume_samples
 from mindspeed_rl.planner.shapes import count_trained_adapters, list_grouped_ops
+from mindspeed_rl.planner.step_costs import count_kernels
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import rows_per_replica
 from mindspeed_rl.run.phases import Phases
@@ -312,14 +314,24 @@ class _Passes:
     def _launch_seconds(self) -> float:
         """Return the seconds in which the host launches the kernels of all layers, for one micro-batch and pass.
 
-        A layer with experts takes longer with each expert of a rank, whose tokens are counted, split and sorted.
+        A layer with experts takes longer with each expert of a rank, whose tokens are counted, split and sorted. Each
+        collective of a layer has a latency, however few bytes it has.
         """
         model, efficiency = self._model, self._efficiency
         layout, model_config = model.plan.layout, model.plan.model_config
         experts = len(model_config.moe_layers) * efficiency.expert_pass_s
         if model_config.moe_layers:
             experts *= layout.num_experts / layout.num_expert_groups
-        return layout.num_slots * efficiency.pass_s + experts
+        return layout.num_slots * efficiency.pass_s + experts + self._count_collectives() * efficiency.collective_s
+
+    def _count_collectives(self) -> int:
+        """Count the collectives of a forward pass: tensor ranks after attention and MLP, context and experts both ways."""
+        model, moe = self._model, len(self._model.plan.model_config.moe_layers)
+        layout = model.plan.layout
+        tensor = 0 if layout.tp == 1 else 4 if model.config.sequence_parallel else 2
+        context = 2 if model.config.context_parallel_size > 1 else 0
+        experts = 2 * moe if layout.num_experts and layout.num_expert_groups > 1 else 0
+        return layout.num_slots * (tensor + context) + experts
 
     def _gather_seconds(self) -> float:
         """Return the seconds in which a rank receives the shards of all weights of the other ranks."""
@@ -415,13 +427,20 @@ def _pushed_bytes(run: RunShape) -> int:
 
 @dataclass(frozen=True)
 class _StepSeconds:
-    """Seconds of a step of an engine."""
+    """Seconds of a step of an engine.
+
+    Attributes:
+        kernels: kernels of a layer, as a multiple of those of a layer without adapters.
+        captured: responses of the largest captured graph; a step of more of them runs without graphs.
+    """
 
     device: Device
     efficiency: Efficiency
     is_eager: bool
+    kernels: float = 1.0
+    captured: float = math.inf
 
-    def compute(self, moved: float, operations: float, layers: int) -> float:
+    def compute(self, moved: float, operations: float, layers: int, active: float) -> float:
         """Compute the seconds of a step that reads so many bytes and makes so many operations on a rank.
 
         Without graphs the host launches kernels while the device works, and the slower of both counts. The kernels of a
@@ -430,11 +449,10 @@ class _StepSeconds:
         device, efficiency = self.device, self.efficiency
         reading = moved / (device.bandwidth * efficiency.bandwidth)
         working = max(reading, operations / (device.flops * efficiency.prefill))
-        if self.is_eager and device.overlaps:
-            return max(working, layers * efficiency.layer_s)
-        if self.is_eager:
-            return working + layers * efficiency.layer_s
-        return working + layers * efficiency.graph_layer_s
+        is_eager = self.is_eager or active > self.captured
+        if is_eager and device.overlaps:
+            return max(working, layers * self.kernels * efficiency.layer_s)
+        return working + layers * self.kernels * (efficiency.layer_s if is_eager else efficiency.graph_layer_s)
 
 
 def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict[str, float]:
@@ -463,14 +481,24 @@ def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> di
         seen = count / run.sizes.group_size * tower.forward(tokens, tokens)
         prefill += seen / (tensor * run.device.flops * efficiency.prefill)
 
-    read_bytes, step_seconds = _read_bytes(run, engine.weights), _StepSeconds(run.device, efficiency, generate.enforce_eager)
+    read_bytes = _read_bytes(run, engine.weights)
+    captured = max(generate.cudagraph_capture_sizes or (math.inf,))
+    step_seconds = _StepSeconds(run.device, efficiency, generate.enforce_eager, _compare_kernels(run), captured)
 
     def step(active: float, context: float) -> float:
         moved = read_bytes(active) + active * context * engine.cache.bytes_per_token
-        return step_seconds.compute(moved, active * flops.per_token / tensor, model_config.num_layers)
+        return step_seconds.compute(moved, active * flops.per_token / tensor, model_config.num_layers, active)
 
     full, busy, tail = _decode(count, slots, lengths, prompt, lengths.max_of(run.sizes.rollout_samples), step)
     return {"prefill": prefill, "decoding": full + busy, "long tail": tail, "tools": samples.tool_seconds}
+
+
+def _compare_kernels(run: RunShape) -> float:
+    """Return the kernels of a layer of the engine, as a multiple of those without adapters: two more for each of them."""
+    generate, config = run.generate, run.actor.config
+    if generate is None or generate.lora_push != "adapter" or not config.lora_target_modules:
+        return 1.0
+    return 1.0 + 2 * len(config.adapted_parts) / count_kernels(run.actor.plan.model_config, False)[0]
 
 
 def _decode(
@@ -516,7 +544,7 @@ def _plan_judge(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     slots = max(1.0, min(float(keys.max_num_seqs), room, count))
 
     def step(active: float, context: float) -> float:
-        return step_seconds.compute(weights + active * context * token_bytes, active * flops, layers)
+        return step_seconds.compute(weights + active * context * token_bytes, active * flops, layers, active)
 
     full, busy, tail = _decode(count, slots, replies, read, replies.max_of(run.sizes.rollout_samples), step)
     prefill = count * read * flops / (device.flops * efficiency.prefill)

@@ -58,7 +58,7 @@ def compute_lower_bounds(
     """
     model_config, count = plan.model_config, len(rows)
     experts = [layer in model_config.moe_layers for layer in range(model_config.num_layers)]
-    kernels = [_count_kernels(model_config, has_experts) for has_experts in experts]
+    kernels = [count_kernels(model_config, has_experts) for has_experts in experts]
     # two more: the embedding, the last norm
     forward, backward = (sum(layer[index] for layer in kernels) + 2 for index in (0, 1))
     tp, itemsize = config.tensor_model_parallel_size, 2 if config.bf16 else 4
@@ -91,7 +91,7 @@ def compute_lower_bounds(
     }
 
 
-def _count_kernels(model_config: ModelConfig, has_experts: bool) -> tuple[int, int]:
+def count_kernels(model_config: ModelConfig, has_experts: bool) -> tuple[int, int]:
     """Count the kernels of a layer in forward and in backward."""
     if model_config.multi_latent_attention:
         norms, products = 3, 5 if model_config.q_lora_rank else 4

@@ -188,6 +188,25 @@ def fork_server(platform: str, libraries: Libraries) -> Iterator[None]:
             server.close()
 
 
+@contextlib.contextmanager
+def shared_fork_server(platform: str, libraries: Libraries) -> Iterator[dict[str, str]]:
+    """Yield the environment of commands that follow each other in the block, whose workers are copies of one server.
+
+    Args:
+        platform: name of a device kind whose libraries allow forks.
+        libraries: imported by the server.
+    """
+    if os.environ.get("RAY_ADDRESS") or os.environ.get(_SHARED):
+        yield {}
+        return
+    with scratch_folder("mindspeed-rl-forks-") as folder:
+        server = ForkServer.start(platform, libraries, folder)
+        try:
+            yield {_SHARED: str(folder)}
+        finally:
+            server.close()
+
+
 def find_server_process() -> int | None:
     """Return the pid of this process's own fork server; None without one, or where it is shared."""
     process = _servers[-1][0]._process if _servers else None

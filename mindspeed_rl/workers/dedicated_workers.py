@@ -51,6 +51,7 @@ class _DedicatedWorker(DeviceWorker):
         # the actor's, whose tokens every role reads
         tokenizer = load_tokenizer_of(run.config.actor_config, actor.source)
         self.roles = self._build_roles(tokenizer, build_pass_settings(run, tokenizer))
+        self.roles.time_copies(self.timers)
         self.replica = Replica(plane, run.deadlines.rows_s, image_rules=read_image_rules(actor))
         self.add_hooks(resumed_at or 0)
 

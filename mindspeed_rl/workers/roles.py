@@ -51,6 +51,7 @@ from mindspeed_rl.engine.weights import Float32Weights
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
+from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.resharding.transfer import WeightSource, WeightStream
 from mindspeed_rl.run import Run
 from mindspeed_rl.workers.engines import PassSettings, build_engine
@@ -369,6 +370,11 @@ class Roles:
         """Return the models of this worker."""
         roles = (self.actor, self.critic, self.ref, self.reward, *self.teachers.values())
         return [role for role in roles if role is not None]
+
+    def time_copies(self, timers: Timers) -> None:
+        """Record the seconds in which this worker waits for copies of training state."""
+        for role in self.all():
+            role.offloader.timed = timers
 
 
 def build_pass_settings(run: Run, tokenizer: PreTrainedTokenizerBase) -> PassSettings:

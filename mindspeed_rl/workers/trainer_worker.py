@@ -89,6 +89,7 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         self.tokenizer = load_tokenizer_of(model.config, self.source)
         with self.memory.starting():
             self.roles = _build_roles(run, self.tokenizer, self._release)
+        self.roles.time_copies(self.timers)
         assert self.roles.actor is not None
         self.actor, term = self.roles.actor, run.objective.distillation if run.objective is not None else None
         if term is not None and term.estimator is None:

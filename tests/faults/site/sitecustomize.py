@@ -136,6 +136,27 @@ def engine_module(module: ModuleType) -> None:
         return check(self, *arguments)
 
     module.TrainEngine.train_step, module.TrainEngine._check_step = train_step, check_step
+    passes_module(module)
+
+
+def passes_module(module: ModuleType) -> None:
+    """A forward pass of a worker; `rank` is that of its process."""
+    inner = module.TrainEngine.forward
+
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        import torch
+
+        fault = take("engine.forward", torch.distributed.get_rank())
+        if fault is not None:
+            commit(fault)
+        return inner(self, *arguments, **named)
+
+    module.TrainEngine.forward = forward
+
+
+def offload_module(module: ModuleType) -> None:
+    """Copies of training state to the host."""
+    module.Storages.free = around("storages", "free", module.Storages.free)
 
 
 def server_module(module: ModuleType) -> None:
@@ -190,6 +211,7 @@ PLACES: dict[str, Callable[[ModuleType], None]] = {
     "mindspeed_rl.trainers.rl": loop_module,
     "mindspeed_rl.engine.train_engine": engine_module,
     "mindspeed_rl.engine.checkpoint": checkpoint_module,
+    "mindspeed_rl.engine.offload": offload_module,
     "mindspeed_rl.resharding.transfer": sources_module,
     "mindspeed_rl.serving.server_process": server_module,
 }

@@ -31,6 +31,12 @@ def test_a_folder_has_the_layouts_of_the_block_of_its_model(tmp_path: Path, caps
     assert main(["memory", "--config-name", str(written), "--chip", "A3"]) == 0
 
 
+def test_layouts_of_the_second_engine_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *SIZES, "--model", "qwen25_0p5b", "--engine", "fsdp", "--json"]) == 0
+    layouts = [layout["values"] for layout in json.loads(capsys.readouterr().out)["layouts"]]
+    assert layouts and all(layout["actor_config.tensor_model_parallel_size"] == 1 for layout in layouts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GptOss", "Gemma3Text", "Glm4Moe", "GlmMoeDsa", "DeepseekV32", "Phi3", "Qwen3_5MoeText"])
 def test_every_family_has_layouts(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

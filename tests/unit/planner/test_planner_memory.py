@@ -28,8 +28,9 @@ from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions
 from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
 from mindspeed_rl.planner.engine import _count_rollout_elements
-from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree, read_block, read_folder
+from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, compute_head_bytes, plan_memory
+from mindspeed_rl.planner.run_files import read_block, read_folder
 from mindspeed_rl.planner.shapes import count_stage_elements, list_grouped_ops, plan_role
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import is_valid, validate

@@ -21,11 +21,14 @@ from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.planner import published
 from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import CONSTANTS, EFFICIENCIES, NPU, PhaseError
-from mindspeed_rl.planner.fit import FitRequest, _Search, build_grpo_tree, read_block
+from mindspeed_rl.planner.fit import FitRequest, _build_space, _Search, build_grpo_tree
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import predict
+from mindspeed_rl.planner.run_files import read_block
+from mindspeed_rl.planner.run_shape import read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans
-from mindspeed_rl.planner.seconds import TimePlan, calibrate, plan_time
+from mindspeed_rl.planner.seconds import TimePlan, _compare_kernels, _StepSeconds, calibrate, plan_time
+from mindspeed_rl.planner.step_costs import count_kernels
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.resolve import resolve
 
@@ -182,6 +185,7 @@ def test_time_prints_ranges_and_modes(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
+    (tmp_path := tmp_path / "runs" / "own").mkdir(parents=True)  # without other runs beside it
     run = replace(resolve(cfg, platform="cpu"), folder=tmp_path)
     prediction = predict(run)
     plain = plan_time(draft(cfg), DEVICES["cpu"], samples=SampleMeans(4.0, 6.0))
@@ -279,7 +283,7 @@ def test_fit_takes_what_saves_memory_only_where_it_must_and_names_the_phase_that
 def test_fit_streams_a_reference_that_would_stay_on_the_trainers() -> None:
     request = FitRequest("qwen3_8b", read_block("qwen3_8b", None), 2, 1024, 1024, prompts=16, samples=4)
     tight = replace(DEVICES["A2"], memory=52 * 2**30)
-    found = _Search(request, tight, None, None).find_layouts(1)
+    found = _Search(request, _build_space(request), tight, None, None).find_layouts(1)
     assert found and all(result.values["actor_config.stream_ref_weights"] is True for result in found)
     assert all("reference" not in phase.owners or phase.name == "reference pass" for phase in found[0].memory.groups[0].phases)
 
@@ -436,3 +440,44 @@ def test_a_served_judge_reads_prompt_and_response_and_writes_its_reply(tmp_path:
     assert result > two
     short, long = plan(judge_max_tokens=64), plan(judge_max_tokens=512)
     assert short["prefill"] == long["prefill"] and long["decoding"] > 4 * short["decoding"]
+
+
+def test_each_collective_of_a_layer_has_a_latency() -> None:
+    request = FitRequest("qwen3_8b", read_block("qwen3_8b", None), 8, 1024, 1024, prompts=16, samples=4)
+    layout = {"actor_config.tensor_model_parallel_size": 2, "actor_config.sequence_parallel": True}
+    tree = apply_values(
+        build_grpo_tree(request), layout | {"rl_config.max_packing_token_size": 2048, "rl_config.use_prefix_grouper": False}
+    )
+    means = SampleMeans(512.0, 512.0)
+
+    def plan(seconds: float, **changes: object) -> float:
+        # operations take no time, so that all that the host does is seen
+        efficiency = replace(NPU["megatron"], collective_s=seconds, train=1e9)
+        run = draft(build_run_config(apply_values(tree, {f"actor_config.{name}": value for name, value in changes.items()})))
+        return plan_time(run, DEVICES["A2"], samples=means, efficiency=efficiency).phases["reference_model"]
+
+    # 64 samples on four replicas, two in a micro-batch: 8 passes through 36 layers, which gather and scatter twice
+    assert plan(1.0) - plan(0.0) == pytest.approx(8 * 36 * 4, rel=1e-6)
+    assert plan(1.0, sequence_parallel=False) - plan(0.0, sequence_parallel=False) == pytest.approx(8 * 36 * 2, rel=1e-6)
+    alone = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+    assert plan(1.0, **alone) == plan(0.0, **alone)
+
+
+def test_a_step_of_more_responses_than_the_largest_captured_graph_runs_without_graphs() -> None:
+    efficiency = replace(NPU["megatron"], layer_s=1.0, graph_layer_s=0.25)
+    steps = _StepSeconds(DEVICES["A2"], efficiency, is_eager=False, captured=16)
+    assert [steps.compute(0.0, 0.0, 10, active) for active in (1.0, 16.0, 17.0)] == [2.5, 2.5, 10.0]
+    run, keys = "grpo_qwen3_8b_A3", {"generate_config__enforce_eager": False, "generate_config__max_num_seqs": 64}
+    few = planned(run, 1000.0, **keys, generate_config__cudagraph_capture_sizes=[1, 2, 4]).phases["rollout"]
+    assert few > planned(run, 1000.0, **keys, generate_config__cudagraph_capture_sizes=[64]).phases["rollout"]
+
+
+def test_adapters_of_the_engine_are_further_kernels_of_its_layers() -> None:
+    request = FitRequest("qwen3_8b", read_block("qwen3_8b", None), 8, 1024, 1024, prompts=16, samples=4)
+    adapters = {"actor_config.lora_target_modules": ["linear_qkv", "linear_proj"], "actor_config.lora_r": 8}
+    tree = apply_values(build_grpo_tree(request), adapters | {"actor_config.lora_alpha": 16, "rl_config.share_backbone": True})
+    merged, apart = (apply_values(tree, {"generate_config.lora_push": name}) for name in ("merged", "adapter"))
+    shapes = [read_shape(draft(build_run_config(tree)), DEVICES["A2"]) for tree in (merged, apart)]
+    # norms of layer, queries and keys; four matrices; rotary embeddings, attention, two sums, a norm; gate and product
+    kernels = count_kernels(shapes[0].actor.plan.model_config, False)[0]
+    assert [_compare_kernels(shape) for shape in shapes] == [1.0, pytest.approx(1 + 2 * 2 / kernels)]

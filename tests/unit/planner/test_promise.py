@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.observability.earlier_runs import find_band
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.host_load import HostLoad
+from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.observability.timers import Interval, compute_imbalance
 from mindspeed_rl.planner.devices import DEVICES, GIB
 from mindspeed_rl.planner.memory import plan_memory
@@ -29,6 +31,7 @@ from mindspeed_rl.planner.promise_check import (
     format_kept,
 )
 from mindspeed_rl.planner.samples import SampleMeans
+from mindspeed_rl.planner.seconds import plan_time
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 
@@ -94,6 +97,38 @@ def test_the_command_refuses_and_is_strict(tmp_path: Path, capsys: pytest.Captur
     assert command.main([str(tmp_path)]) == 2 and "has no promise" in capsys.readouterr().err
 
 
+def _write_measured(folder: Path, run: Run, factor: float, outcome: str = "finished") -> None:
+    """Write the folder of a run whose iterations took so many times as long as planned."""
+    folder.mkdir(parents=True)
+    phases = plan_time(run, DEVICES["cpu"], samples=SampleMeans(4.0, 6.0)).phases
+    record = {f"timing/{name}": factor * seconds for name, seconds in phases.items()}
+    record |= {"timing/all": 1.0, "response_length/mean": 4.0, "prompt_length/mean": 6.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"iteration": index, **record}) + "\n" for index in (1, 2)))
+    cfg = run.config
+    write_report(folder, dataclasses.asdict(cfg), title="earlier", config_set=cfg.as_written(), outcome=outcome)
+
+
+def test_on_the_cpu_earlier_runs_beside_it_say_how_fast_the_machine_is(tmp_path: Path) -> None:
+    run, _ = _draft("grpo_tiny_cpu")
+    sft, _ = _draft("sft_tiny_cpu")
+    plain = plan_time(run, DEVICES["cpu"])
+    mine = replace(run, folder=tmp_path / "mine")
+    _write_measured(tmp_path / "ended", run, 100.0, outcome="failed: x")
+    _write_measured(tmp_path / "mine", run, 100.0)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "report.json").write_text('{"outcome": "finished"}')
+    assert make_promise(mine).time.phases == plain.phases  # none of them is an earlier run
+    for name, factor in (("a", 3.0), ("b", 5.0), ("c", 4.0)):
+        _write_measured(tmp_path / name, run, factor)
+    promise = make_promise(mine)
+    assert promise.time.phases == pytest.approx({name: 4.0 * seconds for name, seconds in plain.phases.items()})
+    assert any("earlier runs: " in note for note in promise.time.notes)
+    # of another kind, or on devices whose constants are fitted
+    assert not make_promise(replace(sft, folder=tmp_path / "new")).time.factors
+    npu, _ = _draft("grpo_qwen3_8b_A3")
+    assert not make_promise(replace(npu, folder=tmp_path / "new")).time.factors
+
+
 # ---------------------------------------------------------------------- checked while it goes
 
 ASSUMED = Assumed(1000.0, 200.0, 4096.0, is_eager=False, offloads=True, has_servers=False)
@@ -134,7 +169,7 @@ CAUSES: dict[str, tuple[dict[str, float], str, str]] = {
         "update",
         "worker 3 is slow, 1.9 times the median of the others in old_log_p",
     ),
-    "offload": ({"timing__rollout": 90.0, "timing__offload": 20.0, "timing__onload": 8.0}, "rollout", "offloading takes 28 s"),
+    "offload": ({"timing__rollout": 90.0, "timing__offload": 28.0}, "rollout", "offloading takes 28 s"),
     "rewards": ({"timing__all": 150.0, "timing__non_overlap_rule_reward": 40.0}, "all", "the trainer waits 40 s for rewards"),
     "tools": ({"timing__rollout": 90.0, "tool_seconds__mean": 35.0}, "rollout", "samples wait 35 s for tools"),
     "swap": ({"timing__update": 60.0, "host__swapped_in_mib": 900.0}, "update", "the machine swaps, 900 MiB"),
