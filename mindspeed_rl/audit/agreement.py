@@ -1,7 +1,7 @@
 """Agreement of raters: percent agreement, Cohen's and Fleiss' kappa, and Krippendorff's alpha.
 
 A table has a row for each unit and a column for each rater; None is a unit that the rater has not rated. A coefficient is None
-where it is undefined: no two raters share a unit, or chance alone would agree on everything, as all ratings are equal.
+where it is undefined: no two raters share a unit, or chance would agree on everything, as all ratings are equal.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class JudgedRow:
     Attributes:
         where: row of the file.
         sample: the response with its prompt, label and columns.
-        human: the mark of a person, or those of the criteria of a rubric; None where there is none.
+        human: the mark of a person, or a mark for each criterion of a rubric; None where there is none.
     """
 
     where: str
@@ -196,7 +196,7 @@ class JudgeAudit:
         return [None if score is None else score >= self.threshold for score in one.scores]
 
     def _list_criteria(self, rated: Sequence[tuple[bool, ...] | None]) -> Iterator[bool | None]:
-        """Yield the verdicts about the criteria of all rows; None for those of a row that is not rated."""
+        """Yield the verdicts about the criteria of all rows; None for a row that is not rated."""
         for index, verdicts in enumerate(rated):
             known = [one.met[index] for one in self.panel]
             count = next((len(met) for met in known if met is not None), 0)

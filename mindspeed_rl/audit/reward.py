@@ -359,7 +359,7 @@ def make_settings(run: Run, rewards: RLConfig | None = None) -> RewardSettings:
     """Return the settings of rewards for an audit, which counts failures itself.
 
     Args:
-        rewards: keys of the rewards; None for those of the run.
+        rewards: keys of the rewards; None for the run's own.
     """
     settings = RewardSettings.from_config(rewards or run.rl, max_tokens=run.config.response_limit)
     return replace(settings, reward_failure_limit=1.0, reward_failure_policy="drop")

@@ -2,7 +2,7 @@
 
 It listens on the loopback interface, where every user of the machine and every page of a browser can knock. So all but the
 empty page needs a token, which is in the address that the command prints, after a # (browsers send this part to no server);
-marks are taken from the page's own origin alone, as JSON of a bounded size.
+marks are taken only from the page's own origin, as JSON of a bounded size.
 """
 
 from __future__ import annotations

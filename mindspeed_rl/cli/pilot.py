@@ -3,7 +3,7 @@
     python -m mindspeed_rl.cli.pilot FOLDER/pilot.yaml ITERATIONS NODES
 
 It trains as `mindspeed-rl train` does with the same run file, and ends after these iterations; it is not started anew after a
-fault. The exit code is that of `train`. It ends with the process that started it.
+fault. The exit code is `train`'s. It ends with the process that started it.
 """
 
 from __future__ import annotations

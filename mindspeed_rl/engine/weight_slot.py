@@ -13,7 +13,7 @@ from mindspeed_rl.engine.lora_layers import LoraSettings
 
 
 class WeightSlot:
-    """The weights that train, by chunk and name, in float32; those of `fill` are what passes compute with.
+    """The weights that train, by chunk and name, in float32; passes compute with the weights of `fill`.
 
     Weights in 16 bits are rounded from them. Not collective, on a rank that has all of each layer.
 

@@ -80,7 +80,7 @@ class SourcePlan:
         whitened_over: tokens that advantages are whitened over if it is not all tokens of the batch.
         advantage_bound: absolute value at which advantages are cut.
         value_average: average of the critic's loss if it is not the mean of the tokens.
-        rejected_tokens: what becomes of tokens that the rollout's log-probs reject if they do not lose their policy term alone.
+        rejected_tokens: what becomes of tokens that the rollout's log-probs reject where they lose more than their policy term.
         rewards: names of reward functions and models, sorted.
         data: files or datasets, in order.
         model: the weights that are trained.

@@ -69,7 +69,7 @@ def find_unknown_weights(command: SourceCommand, kind: str) -> str:
 def name_trained_tokens(command: SourceCommand, kind: str) -> str | None:
     """Return which tokens of supervised rows train where it is not all tokens of the answers.
 
-    Models that think or do not have a text in which the empty thought does not train; those of others have none.
+    Models that think or do not have a text in which the empty thought does not train; other models' have none.
     """
     leaves_out = kind == "sft" and _EMPTY_THOUGHTS in read_loss_scale(command, kind)[1]
     return "the answers without empty thoughts" if leaves_out and not find_hybrid(command) else None

@@ -719,7 +719,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             "freeze_vit": "verl's tower includes the projector",
             **dict.fromkeys(("train_iters", "train_epochs"), length),
             "context_parallel_size": "Ulysses",
-            "num_layer_list": "the layers that config.json has, less those of the first and the last stage",
+            "num_layer_list": "the layers that config.json has, less the first and the last stage's",
             "weight_decay": "" if layout.engine == "megatron" else "there of norms and biases too, which have none here",
             "num_npus": "over all nodes",
             "actor_resource.num_npus": "over all nodes",

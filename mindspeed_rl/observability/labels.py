@@ -61,7 +61,7 @@ class Item:
 
 
 def list_items(runs: Iterable[RunFiles]) -> dict[str, Item]:
-    """Return the newest responses of runs by id, the newest first: sampled ones and those of evaluations."""
+    """Return the newest responses of runs by id, the newest first: sampled ones and evaluations'."""
     records = [record for run in runs for record in (*run.examples, *run.completions) if "response" in record]
     newest = sorted(records, key=lambda record: -(record.get("iteration") or 0))
     items = {item.id: item for item in map(Item.make, newest[: 4 * _MAX_ITEMS])}
@@ -87,7 +87,7 @@ class Mark:
     """A mark as the journal has it.
 
     Attributes:
-        key: id of a response, or those of a pair with a + between them.
+        key: id of a response, or both ids of a pair with a + between them.
         verdict: right, wrong, or the id of the better one; None takes the mark back, or calls a pair equal.
         version: number of marks of this key up to this one.
         items: what is marked.

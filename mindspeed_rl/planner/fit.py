@@ -577,7 +577,7 @@ def _describe_peak(memory: MemoryPlan) -> str:
 
 
 def _apply_layout(tree: dict[str, Any], values: _Values, following: Iterable[str]) -> dict[str, Any]:
-    """Return the run file with these values; the layout of the actor is that of the groups that follow it, too."""
+    """Return the run file with these values; groups that follow the actor get its layout, too."""
     actor = {name: value for name, value in values.items() if name.startswith("actor_config.")}
     for group in following:
         values = values | {name.replace("actor_config", group, 1): value for name, value in actor.items()}

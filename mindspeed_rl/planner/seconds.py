@@ -430,7 +430,7 @@ class _StepSeconds:
     """Seconds of a step of an engine.
 
     Attributes:
-        kernels: kernels of a layer, as a multiple of those of a layer without adapters.
+        kernels: kernels of a layer, as a multiple of a layer's without adapters.
         captured: responses of the largest captured graph; a step of more of them runs without graphs.
     """
 

@@ -158,7 +158,7 @@ def _divide(layers: int, stages: int) -> str:
 
 
 def _find_groups(run: Run, name: str) -> list[str]:
-    """Return the groups that set a key of the layout for roles on the actor's devices: the shared one, and those of roles."""
+    """Return the groups that set a key of the layout for roles on the actor's devices: the shared one, and roles' own."""
     shared = [group for group in ROLE_GROUPS if group.removesuffix("_config") not in run.placement.dedicated]
     return ["megatron_training", *(group for group in shared if name in run.config.set_keys.get(group, ()))]
 

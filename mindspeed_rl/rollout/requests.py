@@ -59,7 +59,7 @@ class EvaluationSampling:
 
     Attributes:
         temperature: 0 is greedy, without cut-offs and penalties; None is the sampling of training. Stop texts and the form of
-            responses are those of training in any case.
+            responses are for training in any case.
         num_samples: responses to each prompt.
     """
 

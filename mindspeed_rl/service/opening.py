@@ -53,5 +53,5 @@ def _check_memory(run: Any, device: Any) -> None:
         return
     planned = registry.load("mindspeed_rl.planner.devices:find_device", "serve")(run.config)
     plan_server = registry.load("mindspeed_rl.planner.server:plan_server", "serve")
-    # a device's memory is that of its kind; the CPU's is what this machine has left
+    # a device has the memory of its kind; the CPU what this machine has left
     plan_server(run, replace(planned, memory=device.free_bytes()) if run.platform == "cpu" else planned).check()

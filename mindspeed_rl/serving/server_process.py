@@ -33,7 +33,7 @@ class ServerSettings:
         platform: name of the device kind.
         folder: run folder, for run.log and logs/; None without such files.
         with_tokenizer: the engine reads and writes text: other interfaces than ours do, and requests that end by texts.
-        tokenizer: folder of the tokenizer; None: that of the weights.
+        tokenizer: folder of the tokenizer; None: the folder of the weights.
         load_weights: the engine loads the folder's weights instead of waiting for a weight sync.
         heartbeat_interval_s: between two heartbeats.
         min_pixels, max_pixels: limits of images; None: the model's own.

@@ -20,7 +20,7 @@ TURNS = "model_turns"
 
 
 class EnvironmentCheck:
-    """The reward function: the sum of the rewards of an episode in which the model's turns are those of the response.
+    """The reward function: the sum of the rewards of an episode in which the model's turns are the response's.
 
     An environment that has not ended after the last turn has given what it has given.
 

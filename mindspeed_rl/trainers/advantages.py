@@ -49,7 +49,7 @@ class TrainBatch:
     Attributes:
         iteration: the first is 0.
         inputs: inputs of the estimator; `inputs.response_mask` is False in rows without a score.
-        totals: [B] total rewards, also where teachers judge alone and none trains; NaN where there is none.
+        totals: [B] total rewards, also where only teachers judge and no reward trains; NaN where there is none.
         advantages: [B, R].
         young_mask: [B, R] bool; tokens that are young enough to train.
         loss_mask: [B, R] bool; tokens that train.
