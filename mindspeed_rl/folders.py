@@ -191,7 +191,7 @@ def open_beneath(root: Path, path: str, flags: int, *, makes_folders: bool = Fal
 
     Args:
         path: relative to the folder; links within the folder are followed.
-        flags: of `os.open`.
+        flags: flags of `os.open`.
         makes_folders: make the folders above the file.
 
     Raises:

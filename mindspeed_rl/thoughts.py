@@ -25,7 +25,7 @@ class ThoughtMarks:
     """The marks of a family.
 
     Attributes:
-        opening, closing: of a thought.
+        opening, closing: marks of a thought.
         ending: text that ends the answer, "" for none.
         texts: (opening, closing) as the model writes them.
         tokens: tokens that the marks consist of; decoded text without them has no marks.

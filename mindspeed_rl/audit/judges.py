@@ -50,7 +50,7 @@ class Panelist:
 
     Attributes:
         name: model and server.
-        scores: of the rows; None where it gave none.
+        scores: scores of the rows; None where it gave none.
         met: whether the criteria of a rubric are met, of the rows; None where there are none.
         errors: place of a row, and the reason why it has no score.
     """
@@ -124,7 +124,7 @@ def ask_judges(
     """Ask every judge about every row.
 
     Args:
-        settings: of each judge: its address, model, and the prompt or rubric of all.
+        settings: settings of each judge: its address, model, and the prompt or rubric of all.
 
     Raises:
         ValueError: settings of a judge are wrong.
@@ -372,7 +372,7 @@ def make_panel_settings(settings: RewardSettings, judges: Sequence[str]) -> list
     """Return the settings of the run's own judge, where it has one, and of further ones.
 
     Args:
-        settings: of the run's rewards.
+        settings: settings of the run's rewards.
         judges: addresses, with the name of the model before an @: model@http://host:port/v1.
 
     Raises:

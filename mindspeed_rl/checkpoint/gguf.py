@@ -36,7 +36,7 @@ class _Family:
     """A family of llama.cpp.
 
     Attributes:
-        class_name, model_type: of Hugging Face.
+        class_name, model_type: names that Hugging Face has for it.
         names: names of tensors of a layer that differ from `_BLOCK_NAMES`, or that it adds.
         keys: keys of config.json -> key of the file after the family's name, and the value without it (None: it is needed).
         fixed: keys of config.json with a value of their own.

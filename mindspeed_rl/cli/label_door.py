@@ -33,7 +33,7 @@ class RefusedError(Exception):
     """A request that is not answered.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
     """
 
     def __init__(self, status: int, text: str) -> None:
@@ -95,7 +95,7 @@ class LabelDoor:
         """Take a mark, and return its version.
 
         Args:
-            body: of the request; not more of it is read than it may have.
+            body: body of the request; not more of it is read than it may have.
 
         Raises:
             RefusedError: it is no mark of a response that the page has been given.

@@ -47,7 +47,7 @@ class _Figures:
     """The figures of the page at one time.
 
     Attributes:
-        stamp: of the files that they were read from.
+        stamp: time and size of the files that they were read from.
         text: as JSON; empty before the first.
         seconds, end_s: time that they took, and its end.
     """

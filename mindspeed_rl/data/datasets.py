@@ -191,7 +191,7 @@ class InstructionDataset:
 class PreferencePair(_WithImages):
     """One pair; each array is [tokens] int64. Labels are unshifted and hold IGNORE_INDEX on the full prompt.
 
-    images: of the prompt, in the order of their tokens; for a model of images.
+    images: images of the prompt, in the order of their tokens; for a model of images.
     """
 
     chosen_input_ids: np.ndarray

@@ -14,8 +14,8 @@ def shorten_floats(rows: Sequence[Mapping[str, Any]], schema: Any) -> list[dict[
     """Return rows whose numbers of 16 and 32 bits are the shortest decimals that round to them, at any depth.
 
     Args:
-        rows: of an Arrow table, as Python's objects.
-        schema: of that table.
+        rows: rows of an Arrow table, as Python's objects.
+        schema: schema of that table.
     """
     changes = {field.name: change for field in schema if (change := _find_change(field.type)) is not None}
     return [{**row, **{name: change(row[name]) for name, change in changes.items() if name in row}} for row in rows]

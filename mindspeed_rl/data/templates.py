@@ -659,8 +659,8 @@ class HfTemplate:
         """Return the text before each answer, and the whole one for a prompt without an answer.
 
         Args:
-            messages: of the conversation, as the template reads them.
-            full_text: of all of them.
+            messages: messages of the conversation, as the template reads them.
+            full_text: text of all of them.
 
         Raises:
             MisplacedAnswersError: an answer that trains is written differently before later messages.

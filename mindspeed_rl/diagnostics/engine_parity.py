@@ -72,7 +72,7 @@ class EngineResult:
     """Result of one engine.
 
     Attributes:
-        log_probs: of the predicted tokens, row by row.
+        log_probs: log-probs of the predicted tokens, row by row.
         gradients, weights: by HF name; the weights are those after one step.
     """
 

@@ -49,7 +49,7 @@ class _Matrix:
         group: ranks that hold a part of it each, in the order of the parts; None where this rank has all of it, or where parts
             count as matrices of their own.
         dim: along which it is split.
-        heads: of a fused projection of queries, their gates where the attention has one, keys and values: rows of each in a
+        heads: a fused projection of queries, their gates where the attention has one, keys and values: rows of each in a
             query group, which count as matrices of their own; None for other weights.
     """
 

@@ -302,7 +302,7 @@ class OffloadedOptimizer:
         Args:
             weights: weight of the model by the float32 one that the optimizer has for it.
             offloaded: parameters of `inner`.
-            folder: of the file with the states; None: they are in host memory.
+            folder: folder of the file with the states; None: they are in host memory.
         """
         self.inner = inner
         self._muon = inner if isinstance(inner, MuonAdamW) else None

@@ -72,8 +72,8 @@ def find_images(
 
     Args:
         ids: the sequences of the row, one after the other.
-        images: of all sequences.
-        vision: of the model.
+        images: images of all sequences.
+        vision: vision config of the model.
         sequences: tokens of the prompt and of all of each sequence. None: one prompt.
 
     Raises:

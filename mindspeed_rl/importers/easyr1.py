@@ -78,7 +78,7 @@ class _LossType:
 
     Attributes:
         loss: here, by the average over tokens or sequences; none where it has no such average.
-        name: of its formula.
+        name: name of its formula.
         level: what the ratio is computed over.
         clips, has_dual: it reads clip_ratio_low and clip_ratio_high, and clip_ratio_dual.
     """

@@ -40,7 +40,7 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
     """Return the run file of a command or script; both have the same plan.
 
     Args:
-        text: of a script, or a command; nothing of it is executed.
+        text: text of a script, or a command; nothing of it is executed.
 
     Raises:
         ConfigError: a value is not in the script, an option is unknown or needs a feature that is not available, the run file

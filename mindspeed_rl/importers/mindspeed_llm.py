@@ -599,7 +599,7 @@ class _RayBatch:
     """The numbers of a batch, which the workers of ray_gpt.py make from their own rows.
 
     Attributes:
-        prompts, group: of one rollout.
+        prompts, group: prompts of one rollout, and responses to each.
         step: completions of an optimizer step, over all replicas.
         epochs: passes over a rollout.
         steps: optimizer steps of a rollout.

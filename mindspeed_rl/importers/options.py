@@ -204,7 +204,7 @@ class SourceProject:
         describe: the run by the project's own formulas and defaults, after the table has been applied to each option; None for
             a program that does not train. It notes and refuses options that no part of a run has.
         finish: sets what depends on other keys, after the run has been written.
-        prefix: of an option as it is written, such as "--".
+        prefix: prefix of an option as it is written, such as "--".
         switches: variables of the environment that change what is trained -> the feature, which is not available.
         reads_programs: a Python file is read by its syntax; otherwise its command is asked for.
     """

@@ -36,7 +36,7 @@ class Names:
         modules: name -> module of an import.
         parsed: names of results of a parser, which have the options of the command line.
         changed: attributes and functions that code sets: the line and its text.
-        functions, classes: of the program, by name.
+        functions, classes: definitions of the program, by name.
         given: options of the command line.
         variables: values that the user gives, of options and of the environment.
     """

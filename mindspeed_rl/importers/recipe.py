@@ -50,7 +50,7 @@ class Rate:
     """The learning rate of a role, in iterations of a run file; None where an option has the key.
 
     Attributes:
-        group: of the role.
+        group: group of the role.
         floor: at the end of the decay.
         decay: iterations until the floor.
         warmup: iterations of the warm-up, or `warmup_share` of the decay.
@@ -99,7 +99,7 @@ class Correction:
     """A correction of the engine's log-probs: its mode here and the bounds of its weights.
 
     Attributes:
-        floor: of a weight that is cut at `high`; there is none here.
+        floor: lower bound of a weight that is cut at `high`; there is none here.
     """
 
     mode: str
@@ -124,7 +124,7 @@ class Objective:
         whiten: advantages are whitened over the batch.
         kl_clamp: the estimator of the KL is clamped.
         kl_control: target and horizon of an adaptive coefficient.
-        correction: of the rollout's log-probs.
+        correction: correction of the rollout's log-probs.
     """
 
     loss_type: str | None = None
@@ -154,7 +154,7 @@ class Rewards:
 
     Attributes:
         functions, weights: names here; no function switches the rules off.
-        keys: of functions and weights.
+        keys: keys of functions and weights.
         model, model_weight: a reward model.
         overlong: the penalty of long responses.
     """

@@ -30,7 +30,7 @@ class ImportSettings:
         allow_unknown: leave out options that no table has, instead of refusing them.
         accepted: names of plan numbers that may differ.
         rows: rows of the data, which a length in epochs is compared over.
-        folder: of the script; files that it sources are read there.
+        folder: folder of the script; files that it sources are read there.
     """
 
     devices: int | None = None
@@ -54,7 +54,7 @@ class Import:
     Attributes:
         project: the project of the command, such as "ms-swift".
         settings: choices of the user.
-        prefix: of an option as it is written.
+        prefix: prefix of an option as it is written.
         options: the command's options.
         tree: the run file, groups and keys.
         translated: option as it was written -> its keys here.
@@ -106,7 +106,7 @@ class Import:
         """Set keys that options make up, under the first one that the command has, or as defaults of the project.
 
         Args:
-            names: of the options, between blanks.
+            names: names of the options, between blanks.
         """
         given = self.list_given(names)
         if not given:

@@ -390,7 +390,7 @@ class _Batch:
 
     Attributes:
         is_sft: the rows are answers of a dataset.
-        prompts, group: of one rollout.
+        prompts, group: prompts of one rollout, and responses to each.
         step: completions of an optimizer step.
         steps: optimizer steps of a rollout.
     """

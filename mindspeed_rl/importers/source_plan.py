@@ -29,7 +29,7 @@ class SourcePlan:
 
     Attributes:
         stage: as in megatron_training.stage.
-        rollout_prompts, rollout_completions: of one rollout.
+        rollout_prompts, rollout_completions: counts of one rollout.
         step_samples: completions (supervised: samples, pairs) of one optimizer step.
         steps_per_rollout: optimizer steps on one rollout, over all its epochs; 1 in supervised stages.
         total_steps: optimizer steps of the run.
@@ -42,9 +42,9 @@ class SourcePlan:
         clip_low, clip_high, clip_c, delta: bounds of the ratio.
         aggregation: "token", "sequence", "constant" or "summed".
         kl_coef: 0 without a KL; `kl_estimator` and `kl_place` ("loss", "reward") are None then.
-        beta: of a preference loss.
+        beta: coefficient of a preference loss.
         advantage, advantage_scale: estimator, and its divisor: "group", "batch", "none", or None where it has none.
-        entropy_coef: of the entropy bonus.
+        entropy_coef: coefficient of the entropy bonus.
         gamma, lam: discounts; None for an estimator without them.
         value_clip: range of the critic's clipping; None without a critic.
         critic_lr: learning rate of the critic; None without one.

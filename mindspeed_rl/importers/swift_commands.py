@@ -181,7 +181,7 @@ def _read_options(path: Path, environment: dict[str, str]) -> dict[str, object]:
     Groups of a run under Ray are options of all its programs, and other mappings texts in JSON, as the command has them.
 
     Args:
-        environment: of the command, which wins; takes the variables of the file's ENV.
+        environment: variables of the command, which win; takes the variables of the file's ENV.
 
     Raises:
         ConfigError: the file has a group that no part of a run is.

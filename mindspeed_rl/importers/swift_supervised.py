@@ -27,8 +27,8 @@ class _Preference:
         refusal: what another form is named as.
         numbers: option -> key and default.
         term: option of a supervised term, and its default.
-        key: of the form.
-        name: of the loss in a plan; None for its form.
+        key: key that chooses the form.
+        name: name of the loss in a plan; None for its form.
         unread: options of other losses.
     """
 

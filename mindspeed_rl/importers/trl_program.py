@@ -42,7 +42,7 @@ class Program:
     Attributes:
         trainer: program of TRL, such as "grpo".
         options: name -> value, as a command of TRL has them.
-        columns: of the data that own reward functions read.
+        columns: columns of the data that own reward functions read.
         unread: sentences about what cannot be read.
     """
 

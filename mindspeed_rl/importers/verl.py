@@ -440,9 +440,9 @@ class _Ahead:
     Attributes:
         taken: prompts of an iteration, on which the trainer works before it takes the next ones.
         steps: iterations of a version of the weights.
-        versions: of which prompts are started ahead.
+        versions: versions ahead of which prompts are started.
         interrupts: new weights interrupt responses, which continue.
-        reason: of `versions`.
+        reason: reason of `versions`.
     """
 
     taken: int
@@ -486,7 +486,7 @@ class _Batch:
     Attributes:
         rollout: that are sampled.
         trained: that groups are filtered to.
-        counted: of which a pass over the data has whole numbers: the recipe of DAPO counts those that are sampled.
+        counted: prompts by which a pass over the data is counted: DAPO's recipe counts the sampled ones.
     """
 
     rollout: int

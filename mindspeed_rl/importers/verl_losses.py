@@ -35,7 +35,7 @@ class LossMode:
 
     Attributes:
         loss: policy loss here; empty for the clipped one that has the aggregation.
-        name: of its formula.
+        name: name of its formula.
         level: what the ratio is computed over.
         aggregation: that its function has whatever loss_agg_mode says; None where it follows loss_agg_mode.
         clips: it reads clip_ratio_low and clip_ratio_high.

@@ -279,7 +279,7 @@ def list_expert_defaults(model: str, project: str, *, coefficient: float = 0.0) 
     A model whose config.json is here and has no experts needs none of them.
 
     Args:
-        coefficient: of the balancing loss without an option.
+        coefficient: coefficient of the balancing loss without an option.
     """
     if count_experts(model) == 0:
         return ()

@@ -98,7 +98,7 @@ def build_module(hf_config: PretrainedConfig, **settings: str) -> PreTrainedMode
     """Build a causal language model in float32, on the device of the context.
 
     Args:
-        hf_config: of `read_hf_config`.
+        hf_config: result of `read_hf_config`.
         settings: keyword arguments of `from_config`, such as `attn_implementation`.
     """
     drop_dropout(hf_config)

@@ -39,7 +39,7 @@ class Item:
         id: hash of prompt and response.
         prompt, response: their texts, as in the files of the run.
         label: reference answer; None where there is none.
-        iteration: of the run.
+        iteration: iteration of the run.
         reward: what it has earned; None where it has no score.
     """
 

@@ -48,7 +48,7 @@ class HostMemory:
     """Host memory beside the devices of a machine.
 
     Attributes:
-        phases: of the device that needs most of it, in order.
+        phases: phases of the device that needs most of it, in order.
         devices: devices of the run on a machine.
         disk: bytes of that device's file of optimizer states.
         checkpoint: bytes that a save writes, of the whole run.

@@ -68,7 +68,7 @@ class Promise:
     Attributes:
         run: draft of the run.
         iterations: length of the run; None where its data decides it.
-        price: of a device-hour, in the user's currency; None where none is given.
+        price: price of a device-hour, in the user's currency; None where none is given.
         cheaper, faster: nearest layouts that take fewer device-hours, or less time; None where none was found or searched.
         bands: expected curves of earlier runs and recipes.
     """
@@ -249,7 +249,7 @@ def make_promise(
         run: the run, or its draft.
         device: kind of its devices; by the run file's platform and name where it is left out.
         samples: means that are known, of its data for example.
-        price: of a device-hour; the run file's by default.
+        price: price of a device-hour; the run file's by default.
         bands: curves of earlier runs and recipes.
         tree: the run file as `compose` gives it; with it cheaper and faster layouts are searched.
 

@@ -19,7 +19,7 @@ class ServerPlan:
     """Bytes of a server.
 
     Attributes:
-        memory: of all its models.
+        memory: bytes of all its models.
         num_models: models that the run file has.
         max_models: models that fit, as many as `num_models` at most; 0 where not even one does.
         model_bytes: what one more model takes: matrices, gradient and AdamW's moments, and its room in the rollout engine.

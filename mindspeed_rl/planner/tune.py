@@ -52,7 +52,7 @@ class Layout:
     Attributes:
         tree: the run file.
         values: keys whose values differ from the user's run file, by dotted name; empty for that itself.
-        verdict: of its planned memory; empty where it cannot be planned.
+        verdict: verdict of its planned memory; empty where it cannot be planned.
         planned_s: planned seconds of an iteration; infinite where it cannot be planned.
         problem: the rule that it breaks; empty for one that runs.
     """
@@ -72,7 +72,7 @@ class Pilot:
     """What became of a layout.
 
     Attributes:
-        seconds: of each iteration that it finished.
+        seconds: durations of each iteration that it finished.
         detail: why it was not measured, in a line.
     """
 

@@ -33,8 +33,8 @@ def count_strangers(tables: Iterable[str], inodes: set[str], uid: int) -> dict[i
 
     Args:
         tables: contents of /proc/net/tcp and /proc/net/tcp6.
-        inodes: of the sockets of this process.
-        uid: of this process.
+        inodes: inodes of the sockets of this process.
+        uid: user id of this process.
     """
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     sockets = [(row[1], row[2], row[3], int(row[7]), row[9]) for row in rows if len(row) > 9]

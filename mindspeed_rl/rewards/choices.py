@@ -155,7 +155,7 @@ class _Mention:
     """Letters in a text.
 
     Attributes:
-        letters: of the mention.
+        letters: letters of the mention.
         start, end: its place.
         stated: the text says that these are the answer.
         rejected: the text says that they are not.

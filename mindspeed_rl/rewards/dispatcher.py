@@ -57,7 +57,7 @@ class Batch:
     Attributes:
         num_open: calls that have neither a value nor a failure yet.
         values: what the functions returned.
-        failures: of the calls that returned nothing.
+        failures: failures of the calls that returned nothing.
         dropped: its results are no longer needed.
     """
 
@@ -184,7 +184,7 @@ class Dispatcher:
         counters: the dispatcher counts `retries` and `workers_replaced` here.
 
     Attributes:
-        kinds: of the functions; there after `start`.
+        kinds: kinds of the functions; there after `start`.
     """
 
     def __init__(

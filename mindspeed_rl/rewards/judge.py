@@ -76,8 +76,8 @@ class JudgeForm:
     """The prompt of a judge, the parser of its replies and the scores of earlier requests, wherever the judge is served.
 
     Attributes:
-        scores: of the last requests; equal ones, as groups of like responses make them, get theirs from here.
-        verdicts: of the last requests about a rubric: whether each criterion is met.
+        scores: scores of the last requests; equal ones, as groups of like responses make them, get theirs from here.
+        verdicts: verdicts of the last requests about a rubric: whether each criterion is met.
     """
 
     def __init__(self, settings: RewardSettings) -> None:

@@ -52,7 +52,7 @@ class RewardResult:
         state: "ok"; "skipped" (all functions returned None, the reward model scores it); else the kind of failure:
             "failed" (exception or not a number), "timeout", "crashed" (signal or exit), "memory".
         error: message of the first failure, "" if none.
-        penalty: of `overlong_buffer_*` and `missing_eos_penalty`; in `total` but in no metric, so that group filters see the
+        penalty: by `overlong_buffer_*` and `missing_eos_penalty`; in `total` but in no metric, so that group filters see the
             raw score.
         notes: text entries of a scorer's dict, such as missing isolation of a sandbox.
     """

@@ -77,7 +77,7 @@ class _PluginNames:
     """Names that plug-ins register.
 
     Attributes:
-        names: of reward functions.
+        names: names of reward functions.
         entries: registry of ms-swift -> names of its schedulers or environments.
         complete: False if they may register names that are not in their source.
         functions: names of functions and classes in the files, each with its file.

@@ -329,7 +329,7 @@ class SampleResult:
 
     Attributes:
         samples: as many as `num_samples`.
-        prompt_log_probs: of each token of the prompt, None for the first.
+        prompt_log_probs: log-probs of each token of the prompt, None for the first.
         top_prompt_log_probs: the same of the most probable tokens.
         target_log_probs: [len(prompt) - 1, K], 0 where the id was -1.
     """

@@ -57,7 +57,7 @@ class _Lane:
         waits_for_slot: all slots of the backend are taken.
         gives_way: it leaves its slot before the next operation, and waits for one again.
         idle_since_s: end of its last operation.
-        metrics: of the passes since the last step: sums of losses and of tokens.
+        metrics: metrics of the passes since the last step: sums of losses and of tokens.
     """
 
     waiting: dict[int, Request] = field(default_factory=dict)

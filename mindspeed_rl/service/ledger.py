@@ -56,7 +56,7 @@ class Outcome:
         payload: result or error, as it is sent.
         succeeded: it is a result.
         is_binary: it is a binary message.
-        changes: of the tables, which are on the disk with it or not at all.
+        changes: changes of the tables, which are on the disk with it or not at all.
         used: tokens by field of `Account`.
     """
 
@@ -173,12 +173,12 @@ class Ledger:
         Args:
             kind: name of the call.
             target, seq: what it is for, and its number there.
-            digest: of what is asked for.
+            digest: digest of what is asked for.
             body: what is asked for.
             cost: its tokens.
             start: starts it.
             is_awaited: others of the target wait for it, so that it is taken beyond the limit of tokens.
-            changes: of the tables, which are on the disk with it or not at all.
+            changes: changes of the tables, which are on the disk with it or not at all.
 
         Raises:
             RefusedError: the number was another request, or the key has too many tokens in flight.

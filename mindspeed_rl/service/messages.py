@@ -244,7 +244,7 @@ def make_dense(values: Array, shape: Sequence[int] | None, rows: Array, columns:
     """Return the dense form of a sparse matrix (CSR).
 
     Args:
-        values: of the listed cells.
+        values: values of the listed cells.
         shape: rows and columns.
         rows: first listed cell of each row, and their number.
         columns: column of each listed cell.
@@ -302,7 +302,7 @@ class Targets:
 
     Attributes:
         shape: rows and columns.
-        rows, columns: of the listed cells of a sparse request; None for a dense one.
+        rows, columns: indexes of the listed cells of a sparse request; None for a dense one.
     """
 
     shape: tuple[int, int]

@@ -145,7 +145,7 @@ class Request:
         kind: name of the call.
         target: model, or sampling session.
         seq: its number at the target.
-        digest: of what was asked for.
+        digest: digest of what was asked for.
         body: what was asked for, until it is needed neither to run nor to run again after a restart.
         cost: tokens.
         created_s: time of its arrival.

@@ -149,7 +149,7 @@ class Tenants:
         """Load the base, and build both engines.
 
         Args:
-            run: of a run file with `serve_config`, with its models planned.
+            run: a run file's run with `serve_config`, with its models planned.
         """
         serve = run.config.serve_config
         assert serve is not None

@@ -316,7 +316,7 @@ class ResponseLimits:
 
     Attributes:
         vocab_size: tokens of the model.
-        newest_version: of the weights.
+        newest_version: newest version of the weights.
     """
 
     vocab_size: int

@@ -114,7 +114,7 @@ class AgentProgram:
 
         Args:
             row: columns of the data set.
-            address: of the trajectory.
+            address: address of the trajectory.
 
         Raises:
             ProgramError: it failed, or took too long.
@@ -288,7 +288,7 @@ def _read_result(folder: Path, output: str) -> ProgramResult:
     """Return the result of a command from its file AGENT_RESULT, or from its last line if that is JSON with a reward.
 
     Args:
-        folder: of the sample.
+        folder: folder of the sample.
 
     Raises:
         ProgramError: the file has something else, or is none.

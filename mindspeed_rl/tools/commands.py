@@ -110,7 +110,7 @@ def run_command(
 
     Args:
         env: all of its environment.
-        memory_bytes: of each of its processes; None for only the pool's limit.
+        memory_bytes: memory limit of each of its processes; None for only the pool's limit.
         network: False takes the network away, where the kernel allows it.
         merge: errors go to the output.
         disk_bytes: room of the files in `disk_folder`; None for any.

@@ -44,9 +44,9 @@ class EnvironmentSpec:
 
     Attributes:
         target: module:Class, openenv:URL, or verifiers:NAME.
-        args: of the class, or of the library's load_environment.
+        args: arguments of the class, or of the library's load_environment.
         python: an interpreter that has the library; None for this one.
-        timeout_s: of one reset or step, or of an episode of a program; None for the default.
+        timeout_s: limit in seconds of one reset or step, or of an episode of a program; None for the default.
         variables: environment variables of a program, `env` of the file; ${NAME} is one of the run.
     """
 
@@ -100,7 +100,7 @@ def make_environment_factory(
     Args:
         target: module:Class, or any callable that creates one; or openenv:URL.
         args: its arguments.
-        timeout_s: of one reset or step; None for the default.
+        timeout_s: limit in seconds of one reset or step; None for the default.
 
     Raises:
         ValueError: there is no such class, or it lacks reset or step.

@@ -44,7 +44,7 @@ class BrokenCall:
     """An invalid call: its JSON does not parse, or its name is missing.
 
     Attributes:
-        text: of the model, between the marks of a call.
+        text: the model's text between the marks of a call.
         problem: a sentence for the model about the error.
     """
 
@@ -75,7 +75,7 @@ class ToolParser(Protocol):
 
         Args:
             text: the turn, decoded with special tokens kept (some formats mark calls with them), without the end of turn.
-            token_ids: of the same turn; some formats detect their marks there. May be empty for the others.
+            token_ids: tokens of the same turn; some formats detect their marks there. May be empty for the others.
         """
         ...
 

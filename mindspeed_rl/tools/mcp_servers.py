@@ -51,7 +51,7 @@ class _Server:
     """The command of one server with its arguments, or its address.
 
     Attributes:
-        prefix: of the names of its tools, to distinguish equal names of two servers.
+        prefix: prefix of the names of its tools, to distinguish equal names of two servers.
     """
 
     name: str

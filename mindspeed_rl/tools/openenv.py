@@ -25,7 +25,7 @@ class OpenEnvEnvironment:
     """An episode at a server; see `interface.Environment`.
 
     Args:
-        url: of the server.
+        url: address of the server.
         action: field of the action that gets the model's text; "" where the text itself is the action as a JSON object.
         constants: further fields of every action.
         observation: field of an observation that the model reads; "" for all of it as JSON.

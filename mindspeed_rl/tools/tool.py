@@ -46,7 +46,7 @@ class CallSettings:
     """Limits for the calls of one tool.
 
     Attributes:
-        timeout_s: of one attempt.
+        timeout_s: limit in seconds of one attempt.
         retries: further attempts after one that failed, timed out or crashed.
         max_parallel: simultaneous calls, of all trajectories of this process.
     """
@@ -69,7 +69,7 @@ class Session:
         close: ends the session; returns a reward for the final state of the trajectory, or None.
         serial: calls run one after the other, because each changes the state of the next one.
         grace_s: the session enforces the timeout itself; the toolbox cancels a call only after this additional time.
-        close_limit_s: of `close`.
+        close_limit_s: time limit of `close`.
     """
 
     call: Callable[[ToolCall, float], Awaitable[ToolResult]]

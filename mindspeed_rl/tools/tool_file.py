@@ -45,7 +45,7 @@ class _ToolEntry:
 
     Attributes:
         target: class, module:function or name of a built-in tool; "" for MCP servers.
-        config: of the class or the built-in tool; the value of `mcp` for MCP servers.
+        config: settings of the class or the built-in tool; the value of `mcp` for MCP servers.
         schema: as in the file, None without one.
         run_in: None for the tool's default.
         where: file, line and entry, the prefix of errors.

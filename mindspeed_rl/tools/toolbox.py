@@ -42,7 +42,7 @@ class CallLimits:
     Attributes:
         max_calls: in a trajectory (max_tool_calls).
         max_parallel_calls: in a turn; further ones are refused.
-        max_response_tokens: of one reply (max_tool_response_length).
+        max_response_tokens: length limit of one reply (max_tool_response_length).
         max_response_characters: that a longer reply keeps (max_tool_response_characters).
         truncate_side: see `truncate`.
     """
@@ -71,10 +71,10 @@ class Toolbox:
         tools: from `tool_file.build_tools`.
         make_parser: creates the parser from all schemas, by which some formats distinguish numbers from texts.
         limits: for the calls of a trajectory.
-        count_tokens: of a text, for the limit on replies.
+        count_tokens: token count of a text, for the limit on replies.
 
     Attributes:
-        parser: of turns; there after `start`.
+        parser: parser of turns; there after `start`.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Toolbox:
         """Return the tools of a new trajectory; start nothing yet.
 
         Args:
-            columns: of the data set's row, such as tools_kwargs.
+            columns: columns of the data set's row, such as tools_kwargs.
 
         Raises:
             ValueError: see `read_row`.

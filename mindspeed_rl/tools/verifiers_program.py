@@ -56,7 +56,7 @@ class VerifiersProgram:
 
     Args:
         target: "verifiers:NAME".
-        arguments: of the environment's load_environment.
+        arguments: arguments of the environment's load_environment.
         python: an interpreter that has the library; None for this one.
         folders: with modules of the user, after the folders of the interpreter's PYTHONPATH.
         variables: environment variables in addition to `select_variables`; ${NAME} is one of this process.
@@ -122,8 +122,8 @@ class VerifiersProgram:
         """Run an episode.
 
         Args:
-            row: of the environment's data set: prompt, answer, info, example_id.
-            base_url: of the trajectory, which provides the model's turns.
+            row: row of the environment's data set: prompt, answer, info, example_id.
+            base_url: address of the trajectory, which provides the model's turns.
 
         Raises:
             ProgramExitError: the program has ended meanwhile.

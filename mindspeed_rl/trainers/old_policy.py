@@ -35,7 +35,7 @@ class Agreement:
     """How far trainer and rollout engine may differ about the log-probs of the same tokens.
 
     Attributes:
-        statistic: of the differences, "mean" or "max": what is compared with the limit.
+        statistic: "mean" or "max" of the differences, which is compared with the limit.
         source: where the limit comes from, in words.
         covers_update: the log-probs of an update are compared too; not with dropout, which the rollout engine does not have.
     """
@@ -85,7 +85,7 @@ class OldPolicy:
 
     Attributes:
         was_computed: the trainer's take the place of recorded ones, in this iteration.
-        metrics: of this iteration's comparison.
+        metrics: metrics of this iteration's comparison.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ def compute_role_advantages(
     all turns. A role's group is its appearances in the samples of a prompt; one that has not spoken in a sample is not in it.
 
     Args:
-        inputs: of the rows, with their totals as rewards.
+        inputs: inputs of the rows, with their totals as rewards.
         trajectories: columns of the rows' trajectories, see `Trajectory.reward_columns`.
         objective: its estimator must need no more than rewards.
         weight: weight of the rewards of turns in the total.

@@ -73,7 +73,7 @@ class DataCards:
     """What is shown of the data at the start of a run.
 
     Attributes:
-        cards: of the data, and of the held-out data.
+        cards: data cards, one of the training data and one of the held-out data.
         warnings: what is probably not as it was meant.
     """
 

@@ -44,10 +44,10 @@ class Source:
     """Origin of the rows of a task, from the command line.
 
     Attributes:
-        kind: of the task.
+        kind: kind of the task.
         data: file, folder or name on a hub.
         task: name of a task of reasoning-gym, or of an environment of verifiers.
-        arguments: of the task or the environment.
+        arguments: arguments of the task or the environment.
         level: column of a data set with the level of a row.
         levels: number of levels of a task.
         python: interpreter that has the verifiers library; None for this one.

@@ -55,7 +55,7 @@ def save_tiny_model(folder: Path, kind: TinyKind = "dense", *, seed: int = 7, sp
     Args:
         folder: folder to make.
         kind: Qwen2.5, Qwen3 with four experts, or Qwen2.5-VL.
-        seed: of the weights.
+        seed: seed of the weights.
         spread: standard deviation of the weights; larger, some tokens are far more probable than others.
     """
     import torch

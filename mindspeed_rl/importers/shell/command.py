@@ -19,9 +19,9 @@ class Command:
     Attributes:
         words: program and arguments; unknown values are marks in them.
         environment: exported variables and those in front of the command.
-        line: of the script, from 1.
+        line: line number of the script, from 1.
         uncertain: the condition that decides on the machine whether the command runs; empty where it always does.
-        folder: of the script; None for a single command.
+        folder: folder of the script; None for a single command.
         directory: that the script has changed to; empty where it has not.
         input: text of a here-document; None without one.
         loop: the loop and the run of it that the command is of, where others follow; empty outside of loops.

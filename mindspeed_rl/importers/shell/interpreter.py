@@ -38,7 +38,7 @@ def read_script(text: str, known: Mapping[str, str] | None = None, folder: Path 
 
     Args:
         known: values of variables, which assignments of the script do not change.
-        folder: of the script; files that it sources are read where they are there.
+        folder: folder of the script; files that it sources are read where they are there.
 
     Raises:
         ConfigError: a quote or a bracket is not closed, or a construct has no end.
@@ -83,7 +83,7 @@ class _Call:
     """A simple command after expansion.
 
     Attributes:
-        words: of the command without its name.
+        words: words of the command without its name.
         assignments: in front of it.
         stdin: text that it reads; None without a redirection.
         output: how (`>` or `>>`) and where it writes; None without a redirection.
@@ -104,8 +104,8 @@ class _Interpreter:
     Attributes:
         files: path -> text of those that the script has written.
         inner_runs: number of scripts that were run, of this one and those around it together.
-        uncertain, loop, directory: of the commands that follow, see `Command`.
-        depth: of functions, files and scripts within one another.
+        uncertain, loop, directory: what the commands that follow get, see `Command`.
+        depth: depth of functions, files and scripts within one another.
     """
 
     scope: Scope

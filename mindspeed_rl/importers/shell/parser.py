@@ -18,7 +18,7 @@ class Node:
         words: with their quotes.
         link: operator before it: ";", "&&", "||" or "|".
         parts: lists of nodes: for "if" conditions and bodies in turn, the last without a condition is else.
-        patterns: of "case", one list of patterns a body.
+        patterns: patterns of "case", one list of patterns a body.
     """
 
     kind: str

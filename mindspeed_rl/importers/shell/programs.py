@@ -38,7 +38,7 @@ class _Pipe:
     """The commands of a substitution.
 
     Attributes:
-        words: of each command, without `--`.
+        words: words of each command, without `--`.
         input: here-document of the first one.
         files: that the script has written.
         compute: returns the value of an arithmetic expression.
@@ -63,7 +63,7 @@ def read_output(
     Args:
         files: path -> text of the files that the script has written.
         compute: returns the value of an arithmetic expression.
-        directory: of the script.
+        directory: folder of the script.
     """
     words = [[word for word in command.words if word != "--"] for command in commands]
     programs = tuple(item[0] for item in words)

@@ -37,7 +37,7 @@ class Reader:
 
     Attributes:
         place: index of the next character.
-        line: of that character, from 1.
+        line: line number of that character, from 1.
     """
 
     def __init__(self, text: str, place: int = 0) -> None:

@@ -28,8 +28,8 @@ class Node:
     Attributes:
         op: "number", "symbol", "+", "*", "/", "^", "!", or the name of a function.
         args: operands.
-        value: of a number.
-        name: of a symbol or an unknown function.
+        value: value of a number.
+        name: name of a symbol or an unknown function.
         digits: (significant digits, digits after the point) of a number written as a decimal; (0, 0) for other numbers.
     """
 

@@ -103,7 +103,7 @@ class Symbol:
     """A thing with several names or notations: the empty set, the reals, an undefined value, a date, a time with am or pm.
 
     Attributes:
-        kind: of thing.
+        kind: kind of thing.
         key: tells it from others of the kind.
     """
 
@@ -134,7 +134,7 @@ class Family:
 
     Attributes:
         value: with the parameter under one name for all families.
-        domain: of the parameter: "Z", "N", or "N+".
+        domain: domain of the parameter: "Z", "N", or "N+".
         plain: the value with the parameter under its own name.
     """
 

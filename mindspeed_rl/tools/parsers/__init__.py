@@ -93,7 +93,7 @@ def make_parser(
     Args:
         name: in PARSERS or ALIASES, of a parser of the installed vLLM, or module:Class of your own with the arguments
             (schemas, tokenizer).
-        schemas: of the tools, by which some formats distinguish numbers from texts.
+        schemas: schemas of the tools, by which some formats distinguish numbers from texts.
         tokenizer: for vLLM's parsers, which look up their marks in it; otherwise None.
         thinks: the prompt ends inside a thought, which the turn continues.
 
@@ -139,7 +139,7 @@ class _JsonParser:
     """Base of the formats, which differ in the start of a call and in the content of its object.
 
     Args:
-        schemas: of the tools; not needed, because JSON has types.
+        schemas: schemas of the tools; not needed, because JSON has types.
         thinks: see `make_parser`.
     """
 
