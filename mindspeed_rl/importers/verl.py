@@ -440,7 +440,7 @@ class _Ahead:
     Attributes:
         taken: prompts of an iteration, on which the trainer works before it takes the next ones.
         steps: iterations of a version of the weights.
-        versions: versions ahead of which prompts are started.
+        versions: how many versions ahead prompts are started.
         interrupts: new weights interrupt responses, which continue.
         reason: reason of `versions`.
     """
