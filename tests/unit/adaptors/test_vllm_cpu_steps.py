@@ -11,7 +11,7 @@ from vllm_program import run_program
 from mindspeed_rl.adaptors.vllm_cpu_steps import take_seeds
 
 
-@pytest.mark.parametrize("cache", ["caching", "short of memory"])
+@pytest.mark.parametrize("cache", [pytest.param("caching", marks=pytest.mark.slow), "short of memory"])
 def test_responses_are_those_of_single_steps_in_fewer_turns(cache: str, tmp_path: Path) -> None:
     result = run_program(Path(__file__).with_name("steps_ahead.py"), tmp_path, cache)
     assert result["names"] and result["tokens"] and result["ends"] and result["dropped"]

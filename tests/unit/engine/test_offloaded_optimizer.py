@@ -60,7 +60,9 @@ def test_every_share_takes_the_steps_of_the_device(
 
 
 @pytest.mark.parametrize("keys", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("saved", "loaded"), [(0.0, 1.0), (1.0, 0.4), (0.4, 0.0)])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(0.0, 1.0), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1.0, 0.4), (0.4, 0.0)))]
+)
 def test_a_checkpoint_resumes_with_another_share(
     make_engine: MakeEngine, keys: dict[str, Any], saved: float, loaded: float, tmp_path: Path
 ) -> None:

@@ -82,7 +82,7 @@ def test_names_that_cannot_be_read_are_left_to_the_trial(tmp_path: Path, text: s
         ("import json\nimport no_such_module_xyz\n", "No module named 'no_such_module_xyz' (plugin.py:2)"),
         ("print('noise')\n\nx = 1 / 0\n", "ZeroDivisionError: division by zero (plugin.py:3)"),
         ("import os\nos._exit(7)\n", "ends the process with code 7"),
-        ("import time\ntime.sleep(100)\n", "did not load within "),
+        pytest.param("import time\ntime.sleep(100)\n", "did not load within ", marks=pytest.mark.slow),
         ("x = 1\n", "unknown reward function 'mine'"),
     ],
 )

@@ -20,7 +20,8 @@ from mindspeed_rl.rollout.requests import Sampling
 places, seen = [], []
 
 class Llm:
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 64, max_model_len=128))
+    shape = SimpleNamespace(get_vocab_size=lambda: 64, max_model_len=128)
+    vllm_config = SimpleNamespace(model_config=shape, speculative_config=None)
 
     async def generate(self, prompt, params, name):
         seen.append(places[-1].is_dir())  # the process of the engine may look for its sockets as late as this
