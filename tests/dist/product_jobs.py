@@ -297,7 +297,8 @@ class OwnFleet:
         roles = self._worker.roles
         weights: dict[str, Any] = {"adapters": {}}
         for name, role in (("actor", roles.actor), ("ref", roles.ref), ("critic", roles.critic)):
-            if role is not None:
+            # streamed weights never change, and have no storage here
+            if role is not None and not (name == "ref" and role.config.stream_ref_weights):
                 weights[name] = self._read_weights(role)
                 weights["adapters"][name] = self._read_adapters(name, role)
         if roles.actor is not None and roles.actor.engine.average is not None:
