@@ -46,7 +46,7 @@ class JudgedRow:
 
 @dataclass
 class Panelist:
-    """What a judge finds.
+    """Scores and verdicts of one judge.
 
     Attributes:
         name: model and server.
@@ -114,7 +114,7 @@ def _read_mark(value: object, where: str) -> bool:
     if is_number(value) and value in (0, 1):
         return bool(value)
     raise ValueError(
-        f"{where}: {value!r} is no mark; true or false, 1 or 0, right or wrong, or null where nobody has marked it"
+        f"{where}: {value!r} is not a mark; true or false, 1 or 0, right or wrong, or null where nobody has marked it"
     )
 
 
@@ -170,7 +170,7 @@ class JudgeAudit:
 
     Attributes:
         rows: the responses.
-        panel: what each judge finds.
+        panel: scores and verdicts of each judge.
         threshold: score from which a judge finds a response right.
 
     Raises:

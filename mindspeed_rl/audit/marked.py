@@ -19,7 +19,7 @@ class MarkedResponses:
     Attributes:
         places: row of each in its file, and the response.
         right: what people say.
-        rewards: what the functions give; None where there is no score.
+        rewards: scores of the reward functions; None for a failed one.
         full: sum of the positive weights; half of it is paid for.
     """
 
@@ -30,7 +30,7 @@ class MarkedResponses:
 
     @property
     def paid(self) -> list[bool | None]:
-        """Whether each is paid for."""
+        """True for each response that earns at least half of the full score; None without a score."""
         return [None if reward is None else reward >= _PAID * self.full for reward in self.rewards]
 
     def _find(self, right: bool, paid: bool) -> list[int]:

@@ -98,7 +98,7 @@ class LabelDoor:
             body: body of the request; not more of it is read than it may have.
 
         Raises:
-            RefusedError: it is no mark of a response that the page has been given.
+            RefusedError: it is not a mark of a response that the page shows.
         """
         record = self._read_body(headers, body)
         ids, verdict, version = record["items"], record["verdict"], record["version"]
@@ -138,7 +138,7 @@ class LabelDoor:
         try:
             record = json.loads(content)
         except (ValueError, RecursionError):
-            raise RefusedError(400, "the body is no JSON") from None
+            raise RefusedError(400, "the body is not JSON") from None
         if not isinstance(record, dict) or record.keys() != _FIELDS:
             raise RefusedError(400, f"a mark has {', '.join(sorted(_FIELDS))}, and nothing else")
         return record

@@ -34,6 +34,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from mindspeed_rl.cli import launch_files
+from mindspeed_rl.cli.sessions import end_session
 from mindspeed_rl.config import RunConfig, load_run_config
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import is_weight
@@ -52,6 +53,8 @@ _PROGRAMS = ("python", "python3", "bash", "sh")
 _OPEN_FILES = 32768
 #: signals of schedulers and closed terminals that end a run
 _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+#: seconds that a command has to end after SIGTERM
+_END_S = 20.0
 #: seconds between two checks for the head during a run, and without it until its node gives up
 _CHECK_S, _HEAD_LOST_S = 5.0, 60.0
 
@@ -268,17 +271,6 @@ def _environment(settings: _LaunchSettings, done_file: Path) -> dict[str, str]:
     return environment
 
 
-def _end(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:
-    """Stop a process that was started in its own session, and that session with it; 0 s where it blocks SIGTERM."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace_s)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def _check_port(settings: _LaunchSettings) -> None:
     """Refuse a port of the head that is in use: Ray would join that cluster or end without a reason.
 
@@ -314,7 +306,7 @@ def _ray_node(settings: _LaunchSettings, folder: Path) -> Iterator[subprocess.Po
     try:
         yield process
     finally:
-        _end(process, 0.0)
+        end_session(process, 0.0)
         log.close()
 
 
@@ -436,7 +428,7 @@ def _run_command(settings: _LaunchSettings) -> int:
             code = process.wait()
             return code if code >= 0 else 128 - code  # as a shell reports the signal
         finally:
-            _end(process)
+            end_session(process, _END_S)
 
 
 def _head(settings: _LaunchSettings, folder: Path) -> int:

@@ -88,7 +88,7 @@ class Job:
 
     @property
     def host_paths(self) -> Mapping[str, str]:
-        """What a container of this job needs of its host; nothing on CPUs."""
+        """Paths of the host that a container of this job mounts, by their paths there; none on CPUs."""
         return _HOST_PATHS if self.npus else {}
 
     def build_launch(self, master: str, rank: str, token: str = _TOKEN) -> str:

@@ -208,7 +208,10 @@ def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Run, Device
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    tree, run, device = _read(arguments)
+    return _print_memory(arguments, *_read(arguments))
+
+
+def _print_memory(arguments: argparse.Namespace, tree: Mapping[str, Any], run: Run, device: Device) -> int:
     plan = plan_memory(run, device)
     changes = find_changes_to_fit(tree, run, plan, device)
     assumed = list(list_memory_assumptions(run.config, device))
@@ -218,16 +221,21 @@ def _memory(arguments: argparse.Namespace) -> int:
 
 
 def _both(arguments: argparse.Namespace) -> int:
-    fits = _memory(arguments)
-    if _read(arguments)[1].config.serve_config is not None:  # whose clients make the loops
+    tree, run, device = _read(arguments)
+    fits = _print_memory(arguments, tree, run, device)
+    if run.config.serve_config is not None:  # whose clients make the loops
         return fits
     if not arguments.json:
         print(flush=True)
-    return max(fits, _time(arguments))
+    return max(fits, _print_time(arguments, run, device))
 
 
 def _time(arguments: argparse.Namespace) -> int:
     _, run, device = _read(arguments)
+    return _print_time(arguments, run, device)
+
+
+def _print_time(arguments: argparse.Namespace, run: Run, device: Device) -> int:
     if run.config.serve_config is not None:
         raise ValueError(f"{arguments.config_name} is a server, whose clients make the loops: plan memory has its bytes.")
     known = SampleMeans(arguments.mean_response, arguments.mean_prompt, arguments.mean_turns, arguments.tool_seconds)

@@ -25,6 +25,7 @@ import psutil
 from mindspeed_rl import registry
 from mindspeed_rl.cli.explain import build_report
 from mindspeed_rl.cli.options import print_status
+from mindspeed_rl.cli.sessions import end_session
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import compose, locate
@@ -158,7 +159,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 
 def _check_output(path: Path, source: Path) -> None:
     if path.suffix != ".yaml":
-        raise ValueError(f"--output: {path} is no name of a run file; it must end in .yaml.")
+        raise ValueError(f"--output: {path} is not the name of a run file; it must end in .yaml.")
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"--output: {path} is a folder, or is in one that does not exist.")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -304,13 +305,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     held = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end_session(process, _END_S)
         end_s = time.monotonic() + _LINGER_S
         while (left := _find_marked(mark)) and time.monotonic() < end_s:
             time.sleep(0.2)

@@ -107,12 +107,12 @@ class Mark:
 
 
 def _read_mark(record: Mapping[str, Any]) -> Mark:
-    """Return the mark of a line; raise ValueError where it is none."""
+    """Return the mark of a line; raise ValueError where it is not one."""
     try:
         items = tuple(Item(**item) for item in record["items"])
         mark = Mark(record["key"], record["verdict"], record["version"], items, record["time_s"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"it is no mark: {error}") from None
+        raise ValueError(f"it is not a mark: {error}") from None
     texts = [text for item in items for text in (item.id, item.prompt, item.response)]
     allowed = ("right", "wrong", None) if len(items) == 1 else (*(item.id for item in items), None)
     is_sound = all(isinstance(text, str) for text in texts) and type(mark.version) is int and mark.version > 0
@@ -124,7 +124,7 @@ def _read_mark(record: Mapping[str, Any]) -> Mark:
         or mark.verdict not in allowed
         or len(items) not in (1, 2)
     ):
-        raise ValueError("it is no mark of a response or a pair")
+        raise ValueError("it is not a mark of a response or a pair")
     return mark
 
 

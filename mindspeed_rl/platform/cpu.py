@@ -21,8 +21,6 @@ _NEVER, _LARGEST_THRESHOLD = (1 << 31) - 1, 32 << 20
 #: products that torch and oneDNN cache after compilation, a megabyte or more each. Each is compiled for one number of tokens,
 #: which differs in each micro-batch of a real task: with 1024, the default of both, a worker grows by gigabytes
 _CACHED_PRODUCTS = "64"
-#: the control group of a container, as the container sees it
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class CpuPlatform(Platform):
@@ -59,14 +57,6 @@ class CpuPlatform(Platform):
 
     def used_gib(self) -> float:
         return self.memory_stats().reserved_gib
-
-    def free_bytes(self) -> int:
-        """Return the bytes that this machine, or this container, has free."""
-        free = psutil.virtual_memory().available
-        with contextlib.suppress(OSError, ValueError):  # no limit, or no cgroup v2
-            used = int((_CGROUP / "memory.current").read_text())
-            free = min(free, int((_CGROUP / "memory.max").read_text()) - used)
-        return free
 
     def reset_peak_memory(self) -> None:
         with contextlib.suppress(OSError):  # outside Linux the peak of the whole process stays

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -90,6 +90,11 @@ class AdapterSpec:
             raise CallError(f"lora_config.seed: {self.seed} does not fit into 64 bits.")
         if not (self.train_attn or self.train_mlp or self.train_unembed):
             raise CallError("lora_config: train_attn, train_mlp and train_unembed are all false; nothing would be trained.")
+
+
+def drop_seed(spec: AdapterSpec | None) -> AdapterSpec | None:
+    """Return the form of an adapter: weights that are loaded replace those that its seed has made."""
+    return None if spec is None else replace(spec, seed=None)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mindspeed_rl.folders import remove_folder
-from mindspeed_rl.service.backend import Backend, CallError, Datum, LossCall, LossName, check_data
+from mindspeed_rl.service.backend import Backend, CallError, Datum, LossCall, LossName, check_data, drop_seed
 from mindspeed_rl.service.bodies import JsonObject, read_adam, read_body, read_json
 from mindspeed_rl.service.checkpoints import Checkpoints, read_spec
 from mindspeed_rl.service.history import Histories
@@ -312,7 +312,7 @@ class Lanes:
     async def _load(self, request: Request, model: Model) -> Outcome:
         body = self._read(request)
         checkpoint = self._checkpoints.find(model.tenant, body["path"], ("training",))
-        if model.done_seq >= 0 and _drop_seed(checkpoint.spec) != _drop_seed(model.spec):
+        if model.done_seq >= 0 and drop_seed(read_spec(checkpoint.spec)) != drop_seed(read_spec(model.spec)):
             raise CallError(f"'{body['path']}' has the adapter {checkpoint.spec}, and model {model.id} has {model.spec}.")
         folder = self._checkpoints.get_folder(checkpoint)
         await self._backend.load_state(model.id, folder, with_optimizer=body["optimizer"])
@@ -511,8 +511,3 @@ class Lanes:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-
-
-def _drop_seed(spec: JsonObject | None) -> JsonObject | None:
-    """Return an adapter's form: weights that are loaded replace those that its seed has made."""
-    return None if spec is None else {**spec, "seed": None}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl import registry
 from mindspeed_rl.config import RunConfig
 from mindspeed_rl.importing import collecting_seldom
+from mindspeed_rl.planner.machine_memory import read_machine_memory
 from mindspeed_rl.platform.environment import EXACT_VARIABLE, HEAD_ADAPTERS_VARIABLE
 
 if TYPE_CHECKING:
@@ -40,18 +41,19 @@ def open_tenants(cfg: RunConfig) -> Tenants:
         os.environ[EXACT_VARIABLE] = str(cfg.exact_slices)
     if run.threads is not None:
         device.use_threads(run.threads.count)
-    _check_memory(run, device)
+    _check_memory(run)
     with collecting_seldom():
         process(("train", "rollout"), run.models["actor"].config)
         tenants: type[Tenants] = registry.load("mindspeed_rl.service.tenants:Tenants", "serve")
         return tenants(run)
 
 
-def _check_memory(run: Any, device: Any) -> None:
+def _check_memory(run: Any) -> None:
     """Raise ConfigError where base, engine and the models of clients need more memory than is free on the device."""
     if run.platform == "cuda":  # of whose devices the planner has no figures
         return
     planned = registry.load("mindspeed_rl.planner.devices:find_device", "serve")(run.config)
     plan_server = registry.load("mindspeed_rl.planner.server:plan_server", "serve")
-    # a device has the memory of its kind; the CPU what this machine has left
-    plan_server(run, replace(planned, memory=device.free_bytes()) if run.platform == "cpu" else planned).check()
+    if run.platform == "cpu":  # a device has the memory of its kind; the CPU what this machine has left
+        planned = replace(planned, memory=read_machine_memory().available)
+    plan_server(run, planned).check()

@@ -53,6 +53,7 @@ from mindspeed_rl.service.backend import (
     SampleCall,
     SampleResult,
     check_data,
+    drop_seed,
 )
 from mindspeed_rl.service.model_folder import ADAPTER, TENSORS, ModelRecord, building
 from mindspeed_rl.service.sampler_turns import SamplerTurns
@@ -365,7 +366,7 @@ class Tenants:
         existing = self._models.get(model_id)
         if existing is None:
             self._check_new(model_id, spec)
-        elif _drop_seed(existing.spec) != _drop_seed(spec):
+        elif drop_seed(existing.spec) != drop_seed(spec):
             raise CallError(f"{folder} has another adapter than model {model_id}: {spec}, not {existing.spec}.")
         tensors = load_file(folder / TENSORS)
         model = self._build_model(spec, {name: tensor for name, tensor in tensors.items() if "/" not in name})
@@ -531,10 +532,6 @@ class Tenants:
     def close(self) -> None:
         """Remove the files of samplers; engines end with the process."""
         self._remove_folder()
-
-
-def _drop_seed(spec: AdapterSpec | None) -> AdapterSpec | None:
-    return None if spec is None else replace(spec, seed=None)
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:

@@ -119,23 +119,23 @@ class Recovery:
         except DevicesReturnedError as returned:
             self._is_shrunk = False
             self._run = resume_from_save(self._whole, self._launched_s)
-            text = f"{returned}; the run resumes {self._describe_point()} with its own layout"
+            text = f"{returned}; the run resumes {_describe_point(self._read_newest())} with its own layout"
             print(f"rl_config.fault_tolerance.shrink: {text}", file=sys.stderr, flush=True)
         except _FAULTS as error:
-            newest = read_newest_iteration(self._run.config.actor_config, self._launched_s) or ""
-            iteration = int(newest) if newest.isdecimal() else 0
+            iteration = self._read_newest()
             fault = (iteration, str(error).partition("\n")[0])
             # an error of the run comes again; deaths and hangs have the same text, but rarely come after the same iteration
             if not self._restarts_left or fault == self._last_fault:
                 raise
             self._restarts_left, self._last_fault = self._restarts_left - 1, fault
-            text = f"all workers were ended; the run resumes {self._describe_point()} ({self._restarts_left} restarts left)"
+            text = f"all workers were ended; the run resumes {_describe_point(iteration)} ({self._restarts_left} restarts left)"
             print(f"error: {error}\nrl_config.fault_tolerance: {text}", file=sys.stderr, flush=True)
             self._run = resume_from_save(self._choose_run(), self._launched_s)
 
-    def _describe_point(self) -> str:
+    def _read_newest(self) -> int:
+        """Return the iteration of the newest checkpoint; 0 without one."""
         newest = read_newest_iteration(self._run.config.actor_config, self._launched_s) or ""
-        return f"after iteration {newest}" if newest.isdecimal() and int(newest) else "from the start"
+        return int(newest) if newest.isdecimal() else 0
 
     def _choose_run(self) -> Run:
         """Return the run on all its devices, or where they do not come back in time on those that are left.
@@ -158,3 +158,7 @@ class Recovery:
         text = f"{lost} after {tolerance.shrink_wait_s:g} s; the run resumes there with {' '.join(changes)}"
         print(f"rl_config.fault_tolerance.shrink: {text}", file=sys.stderr, flush=True)
         return run
+
+
+def _describe_point(iteration: int) -> str:
+    return f"after iteration {iteration}" if iteration else "from the start"

@@ -22,7 +22,7 @@ from typing import Any
 
 from mindspeed_rl.cli.doctor import checks, logs, stack
 from mindspeed_rl.cli.doctor.checks import Finding
-from mindspeed_rl.cli.doctor.host_memory import check_host_memory, read_machine_memory
+from mindspeed_rl.cli.doctor.host_memory import check_host_memory
 from mindspeed_rl.cli.doctor.logs import LogFinding
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import load_run_config
@@ -38,6 +38,7 @@ from mindspeed_rl.observability.process_status import (
 )
 from mindspeed_rl.planner.devices import find_device
 from mindspeed_rl.planner.host_memory import HostPhase
+from mindspeed_rl.planner.machine_memory import read_machine_memory
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import validate
@@ -102,7 +103,7 @@ def _examine_run(arguments: argparse.Namespace) -> Report:
     """Compare the host memory that a run takes with this machine's.
 
     Raises:
-        ValueError: there is no such run file, or it is wrong.
+        ValueError: the run file does not exist, or breaks a rule.
     """
     cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
     run = draft(cfg, arguments.nodes)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from mindspeed_rl.cli.doctor.checks import Finding
 from mindspeed_rl.planner.devices import GIB
 from mindspeed_rl.planner.host_memory import HostPhase
+from mindspeed_rl.planner.machine_memory import MachineMemory
 
-#: files with the limit of a container or job, below the root: cgroups of version 2 and 1
-_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 #: last words of an owner of host memory -> what makes it smaller; of other owners the number of devices
 _FIXES = {
     "optimizer": "actor_config.optimizer_offload_path keeps the optimizer's states in a file, or a smaller "
@@ -22,38 +19,6 @@ _FIXES = {
     "weights in place of the average": "rl_config.ema_decay: 0 keeps no average",
 }
 _FEWER = "more devices on more machines: each machine then has fewer and smaller copies"
-
-
-@dataclass(frozen=True)
-class MachineMemory:
-    """Memory of a machine, or of the container or job on it.
-
-    Attributes:
-        total: bytes that processes may use.
-        available: bytes of it that nothing uses now.
-        source: the file that has the total.
-    """
-
-    total: int
-    available: int
-    source: str
-
-
-def read_machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """Read the memory of this machine, and the limit of a container or job where there is one.
-
-    Args:
-        root: folder of Linux's proc and sys.
-    """
-    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
-    sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
-    total, source = sizes["MemTotal"], "/proc/meminfo"
-    for name in _LIMITS:
-        path = root / name
-        limit = path.read_text().strip() if path.is_file() else ""
-        if limit.isdigit() and int(limit) < total:  # "max", or a huge number, is none
-            total, source = int(limit), f"/{name}"
-    return MachineMemory(total, min(total, sizes["MemAvailable"]), source)
 
 
 def check_host_memory(phases: Sequence[HostPhase], devices: int, machine: MachineMemory) -> list[Finding]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.run import RunConfig
@@ -20,12 +20,21 @@ from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.violation import Broken, violate
 
-if TYPE_CHECKING:
-    # the rules do without torch
-    from mindspeed_rl.models.architecture import Architecture
-
 _SHARDS = "it divides every weight over all devices, and not layers or sequences"
 _NO_ADAPTERS = "it has no adapters"
+
+
+class ModelFamily(Protocol):
+    """What the rules read of `models.architecture.Architecture`, whose file imports torch."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def module_obstacle(self) -> str: ...
+
+    @property
+    def kept_in_float32(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -194,7 +203,7 @@ def computes_by_module(config: MegatronConfig) -> bool:
     return _LIMITS[config.engine].by_module
 
 
-def check_model_form(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:
+def check_model_form(config: MegatronConfig, architecture: ModelFamily, model_config: ModelConfig) -> None:
     """Check that the engine of a role computes its model.
 
     Raises:

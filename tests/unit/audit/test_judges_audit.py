@@ -109,8 +109,8 @@ def test_criteria_are_units_where_the_run_has_a_rubric(judge: Callable[..., tupl
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        ([{**ROWS[0], "human": "maybe"}], "row 1: human: 'maybe' is no mark"),
-        ([{**ROWS[0], "human": 0.7}], "row 1: human: 0.7 is no mark"),
+        ([{**ROWS[0], "human": "maybe"}], "row 1: human: 'maybe' is not a mark"),
+        ([{**ROWS[0], "human": 0.7}], "row 1: human: 0.7 is not a mark"),
         ([{**ROWS[0], "human": [True, False]}], "people have marked 2 criteria, but no judge has judged criteria"),
         ([{**ROWS[0], "human": []}], "a list of marks has none"),
         ([{"prompt": "a", "response": "1", "label": "1"}], "no row of"),

@@ -13,8 +13,9 @@ import pytest
 
 from mindspeed_rl.cli import doctor
 from mindspeed_rl.cli.doctor import checks, logs, stack, variables
-from mindspeed_rl.cli.doctor.host_memory import check_host_memory, read_machine_memory
+from mindspeed_rl.cli.doctor.host_memory import check_host_memory
 from mindspeed_rl.planner.host_memory import HostPhase
+from mindspeed_rl.planner.machine_memory import read_machine_memory
 
 LOGS = Path(__file__).parents[2] / "data" / "npu" / "logs"
 
@@ -299,6 +300,12 @@ def test_memory_of_a_machine_is_that_of_its_container(
     machine = read_machine_memory(machine_files(tmp_path, limit, file))
     assert (machine.total, machine.available) == tuple(gib * 2**30 for gib in expected)
     assert machine.source == ("/proc/meminfo" if expected[0] == 100 else f"/sys/fs/cgroup/{file}")
+
+
+def test_what_a_container_uses_is_not_available(tmp_path: Path) -> None:
+    root = machine_files(tmp_path, str(64 * 2**30), "memory.max")
+    (root / "sys/fs/cgroup/memory.current").write_text(f"{44 * 2**30}\n")
+    assert read_machine_memory(root).available == 20 * 2**30
 
 
 def test_the_phases_of_a_run_that_a_machine_has_no_memory_for_are_named(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_values_to_vary_have_one_form(words: list[str], message: str) -> None:
         (["--minutes", "0"], "--minutes: 0 must be above 0"),
         (["--pilot-minutes", "nan"], "--pilot-minutes: nan must be above 0"),
         (["--nodes", "0"], "--nodes: 0 must be at least 1"),
-        (["-o", "mine.txt"], "--output: mine.txt is no name of a run file"),
+        (["-o", "mine.txt"], "--output: mine.txt is not the name of a run file"),
         (["-o", "missing/mine.yaml"], "in one that does not exist"),
         (["--keep", "full"], "--keep: full is not empty"),
         (["--vary", "actor_config.tensor_model_paralel_size=1"], "tensor_model_paralel_size"),
