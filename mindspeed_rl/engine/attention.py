@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.sequence_layout import PackedLayout
+
+#: queries whose scores a ring step has in memory at the same time
+_RING_QUERIES = 256
 
 
 def packed_attention(
@@ -100,7 +103,10 @@ class _RingShift(torch.autograd.Function):
 
 
 def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention of one block pair with its log-sum-exp.
+    """Compute the attention of one block pair with its log-sum-exp.
+
+    Long blocks take some queries at a time, and compute their scores again in the backward pass: memory grows with the
+    length and not with its square.
 
     Args:
         query, key, value: [b, n, s, d] (key and value may have fewer heads).
@@ -112,6 +118,20 @@ def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, ma
     repeat = query.size(1) // key.size(1)
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    if query.size(2) <= _RING_QUERIES:
+        return _attend(query, key, value, scale, mask)
+    rows = query.split(_RING_QUERIES, 2)
+    masks = [mask] * len(rows) if mask.size(2) == 1 else mask.split(_RING_QUERIES, 2)
+    parts = [
+        checkpoint(_attend, row, key, value, scale, seen, use_reentrant=False, preserve_rng_state=False)
+        for row, seen in zip(rows, masks)
+    ]
+    outputs, log_sums = zip(*parts)
+    return torch.cat(outputs, 2), torch.cat(log_sums, 2)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `_block_attention` of equally many query and key heads, with all scores in memory."""
     # float32: the log-sums of blocks are subtracted from each other when their outputs are merged
     scores = (query.float() @ key.float().transpose(-1, -2)) * scale
     # not -inf: a padding row without any key would become NaN
@@ -212,8 +232,8 @@ class CoreAttention(nn.Module):
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             return adaptors.torch_attention(q, k, v, self.scale).transpose(0, 1).flatten(2)
         dropout = self.dropout if self.training else 0.0
-        group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
-        if dropout and group is not None:
+        group = parallel.find_context(self.config.context_parallel_size, packed_seq_params).group
+        if dropout and self.config.context_parallel_size > 1:
             raise ValueError(f"attention_dropout: {dropout} with context_parallel_size > 1 is not supported; set it to 0.")
         # tensor-parallel ranks hold different heads, so they drop different elements
         with parallel.get_rng_tracker().fork() if dropout else contextlib.nullcontext():
