@@ -101,7 +101,7 @@ def plan_turns(rows: Rows, shape: BatchShape, batching: MicroBatching, flops: Mo
     Raises:
         ValueError: a row exceeds the budget.
     """
-    assert batching.token_budget is not None  # a rule
+    assert batching.token_budget is not None  # other passes take all ranks
     ends = list(accumulate(rows.group_sizes or [1] * len(rows)))
     groups = [list(range(first, end)) for first, end in zip([0, *ends], ends)]
     lengths = [[length for row in group for length in rows.sequence_lengths[row]] for group in groups]

@@ -529,7 +529,7 @@ class TrainEngine:
 
     def _micro_batches(self, rows: Rows, batching: MicroBatching) -> list[MicroBatch]:
         """Build this rank's micro-batches; equally many on all data-parallel ranks (empty ones have no loss)."""
-        if self.shape.smaller:
+        if self.shape.smaller and batching.token_budget is not None:
             return self._build_turns(rows, batching)
         groups = split_rows(rows, self.shape, batching)
         count = self._agree_on_count(len(groups), batching)

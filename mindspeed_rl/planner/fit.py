@@ -56,6 +56,8 @@ _RESIDENT = (("optimizer", "grad", "param"), ("grad", "param"), ("param",))
 #: fractions of the device's memory that an engine may take
 _FRACTIONS = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
 _FRACTION = "generate_config.gpu_memory_utilization"
+#: most tokens of an engine's step, whose activations it keeps room for; longer prompts take several
+_MAX_STEP = 32768
 #: largest context-parallel size, and the fewest tokens of a sequence that a device has
 _MAX_CONTEXT, _MIN_SLICE = 8, 1024
 _TRAINING = ("reference_model", "old_log_p", "update", "offload")
@@ -243,7 +245,7 @@ def build_grpo_tree(request: FitRequest) -> dict[str, Any]:
         },
         "generate_config": {
             "max_model_len": request.max_len,
-            "max_num_batched_tokens": max(8192, request.max_len),
+            "max_num_batched_tokens": max(8192, min(request.max_len, _MAX_STEP)),
             "dtype": "bfloat16",
             "enable_prefix_caching": True,
             "enforce_eager": True,
