@@ -568,9 +568,7 @@ class TrainEngine:
             return []
         return [loss for loss, micro_batch in zip(losses, micro_batches) if self._is_counted(micro_batch)]
 
-    def _collect_rows(
-        self, results: list[tuple[MicroBatch, list[Tensor]]], lengths: Sequence[int]
-    ) -> tuple[list[Tensor], ...]:
+    def _collect_rows(self, results: list[tuple[MicroBatch, list[Tensor]]], lengths: Sequence[int]) -> tuple[list[Tensor], ...]:
         """Return the results of micro-batches, [rows, width] each, by row; collective over context-parallel ranks."""
         if not self.shape.smaller:
             return collect_rows(results, lengths)

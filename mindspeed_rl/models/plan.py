@@ -188,6 +188,7 @@ def _check_dynamic_context(architecture: Architecture, model_config: ModelConfig
         (model_config.sparse_attention is not None, "sparse attention"),
         (model_config.vision is not None, "the positions of images"),
         (bool(balancing.coeff), f"the balancing loss of its experts (moe_aux_loss_coeff: {balancing.coeff:g}, which may be 0)"),
+        (bool(balancing.z_coeff), f"the z-loss of its routers (moe_z_loss_coeff: {balancing.z_coeff:g}, which may be 0)"),
     ):
         if applies:
             raise ValueError(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from published import MODELS
 
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import BatchShape, MicroBatching, Rows
 from mindspeed_rl.engine.context_turns import list_context_sizes, plan_turns
 from mindspeed_rl.engine.sequence_layout import ContextSlice
 from mindspeed_rl.models.costs import ModelFlops
+from mindspeed_rl.models.plan import plan_model
 
 FLOPS = ModelFlops(per_token=1.0, per_squared_token=0.0)
 
@@ -90,3 +96,19 @@ def test_every_row_is_in_one_micro_batch_within_its_budget(seed: int) -> None:
         for group in turn.groups:
             assert part.width([lengths[row] for row in group]) <= budget * part.cp_size // size
             assert limit is None or len(group) <= limit
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "reason"),
+    [
+        ("Qwen3-30B-A3B", {}, "the balancing loss of its experts .moe_aux_loss_coeff: 0.001, which may be 0."),
+        ("Qwen3-30B-A3B", {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.1}, "the z-loss of its routers .moe_z"),
+        ("Qwen3-VL-8B-Instruct", {}, "the positions of images"),
+    ],
+)
+def test_models_with_parts_of_the_fixed_size_are_refused(tmp_path: Path, name: str, keys: dict[str, Any], reason: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    dynamic = {"context_parallel_size": 2, "dynamic_context_parallel": True}
+    with pytest.raises(ValueError, match=f"dynamic_context_parallel: true cannot be used with .*{reason}"):
+        plan_model(MegatronConfig(**dynamic, **keys), tmp_path)
+    assert plan_model(MegatronConfig(**dynamic | {"context_parallel_size": 1}, **keys), tmp_path)
