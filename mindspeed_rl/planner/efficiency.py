@@ -43,8 +43,8 @@ class Efficiency:
         bandwidth: fraction of the memory's bytes a second while tokens are generated.
         layer_s, graph_layer_s: seconds of host work that a layer costs in each step of the engine, without and with captured
             graphs (`enforce_eager`).
-        graph_reduce_s: latency of an all-reduce in a captured graph, of which a layer has two where the engine has tensor ranks.
-        response_s: seconds of host work for each response of a step of the engine: its scheduler, its sampler's rows, its text.
+        graph_reduce_s: latency of an all-reduce in a captured graph; a layer has two where the engine has tensor ranks.
+        response_s: seconds of host work for each response in a step of the engine: its scheduler, sampler and text.
         pass_s: seconds of host work that a micro-batch costs in a layer of a pass of the trainer.
         expert_pass_s: what each expert of a rank costs there in addition.
         phase_s: seconds of a phase of the trainer besides its passes: rows come and go.

@@ -4,7 +4,8 @@
   operations where they take longer, the host's work for each layer and each response, and the latency of its all-reduces.
   Experts are read as tokens choose them.
 - A pass of the trainer takes its operations (`models/costs.py`), the bytes of its logits, the pipeline's bubble, and the host's
-  work for each micro-batch. Recomputed layers are computed once more. Its collectives (bytes over the link of the group) do not overlap.
+  work for each micro-batch. Recomputed layers are computed once more. Its collectives (bytes over the link of the group) do not
+  overlap.
 - A weight sync moves a rank's part of the engine's weights (or the adapters), offloading moves the configured state both ways.
 - A vision tower computes the images of each prompt once a micro-batch, on every tensor rank of the first stage and before the
   others start; a frozen one once for log-probs and update together. The engine computes them once a prompt.
@@ -217,7 +218,8 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
         computed = share * sizes.train_samples
         parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(computed, 1.0, "actor") | actor.tower_seconds(computed)
     if critic is not None:
-        parts[Phases.VALUES.timer] = critic.seconds(sizes.train_samples, 1.0, "actor") | critic.tower_seconds(sizes.train_samples)
+        parts[Phases.VALUES.timer] = critic.seconds(sizes.train_samples, 1.0, "actor")
+        parts[Phases.VALUES.timer] |= critic.tower_seconds(sizes.train_samples)
         parts[Phases.UPDATE_CRITIC.timer] = critic.seconds(trained, critic.update_passes)
         parts[Phases.UPDATE_CRITIC.timer] |= critic.tower_seconds(trained, trains=True)
     parts[Phases.UPDATE_ACTOR.timer] = actor.seconds(trained, actor.update_passes) | actor.step_seconds()

@@ -170,7 +170,7 @@ CAUSES: dict[str, tuple[dict[str, float], str, str]] = {
         "worker 3 is slow, 1.9 times the median of the others in old_log_p",
     ),
     "offload": ({"timing__rollout": 90.0, "timing__offload": 28.0}, "rollout", "offloading takes 28 s"),
-    "rewards": ({"timing__all": 150.0, "timing__non_overlap_rule_reward": 40.0}, "all", "the trainer waits 40 s for rewards"),
+    "rewards": ({"timing__all": 150.0, "timing__reward_wait": 40.0}, "all", "the trainer waits 40 s for rewards"),
     "tools": ({"timing__rollout": 90.0, "tool_seconds__mean": 35.0}, "rollout", "samples wait 35 s for tools"),
     "swap": ({"timing__update": 60.0, "host__swapped_in_mib": 900.0}, "update", "the machine swaps, 900 MiB"),
     "other programs": (
