@@ -1,7 +1,8 @@
 """Speed of this machine in a short trial: the first plan of a run on the CPU, before any run was measured here.
 
-The constants of the CPU are of one core of another machine. A trial of 0.2 s corrects them where no earlier run does (calibration.py): products
-of the model's sizes stand for passes, copies for reading weights, small operations for the host's work in a layer.
+The constants of the CPU are of one core of another machine. A trial of half a second corrects them where no earlier run does
+(calibration.py): products of the model's sizes stand for passes, copies for reading weights, small operations for the host's
+work in a layer.
 """
 
 from __future__ import annotations

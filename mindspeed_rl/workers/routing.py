@@ -64,7 +64,7 @@ class RolloutRouting:
         with self._layers.recording() as recording:
             output = engine.forward(routed, batching, outputs)
         chosen = self._layers.gather_recording(recording, routed)
-        recorded = self._replica.fetch("compare_experts", ["rollout_log_probs", "response_mask"], indexes)
+        recorded = self._replica.fetch(Phases.ACTOR_LOG_PROBS.consumer, ["rollout_log_probs", "response_mask"], indexes)
         if output is not None and self._replica.is_output:
             self._compare(output[0], routed, chosen, recorded)
         return output
