@@ -57,8 +57,8 @@ CAUSES: dict[str, tuple[list[str], list[dict[str, object]], str, list[str]]] = {
         [
             r"\d+% of the responses run into the limit of 2 tokens",
             r"the machine swaps, \d+ MiB",
-            r"other programs take [\d.]+ of \d+ cores",
-            r"the virtual machine gets \d+% of its cores' time",
+            r"other programs take [\d.e+]+ of \d+ cores",
+            r"the virtual machine gets -?\d+% of its cores' time",
             "throttled by heat",
         ],
     ),
