@@ -216,8 +216,8 @@ def fit_constants(
             for factor in (step, 1 / step):
                 candidate = dict(best)
                 for engine in engines:
-                    value = getattr(best[engine], name) * factor
-                    candidate[engine] = replace(best[engine], **{name: min(value, _LARGEST.get(name, math.inf))})
+                    value: Any = min(getattr(best[engine], name) * factor, _LARGEST.get(name, math.inf))
+                    candidate[engine] = replace(best[engine], **{name: value})
                 changed = _compute_loss(runs, candidate)
                 if changed < loss - 1e-9:
                     loss, best, improved = changed, candidate, True
