@@ -5,7 +5,9 @@ from __future__ import annotations
 from mindspeed_rl.importers.options import SourceCommand
 from mindspeed_rl.importers.recipe import ACTOR, RL
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.source_plan import name_divergence
+from mindspeed_rl.importers.source_plan import name_divergence, name_sampled_steps
+from mindspeed_rl.importers.swift_commands import MEGATRON
+from mindspeed_rl.importers.swift_rows import find_response_column
 
 #: options that name a teacher
 TEACHERS = ("teacher_model", "teacher_model_server")
@@ -45,19 +47,25 @@ def read_distillation(run: Import, command: SourceCommand, *, has_images: bool) 
     Args:
         has_images: the prompts have some.
     """
-    _refuse_other_data(run, command)
+    data = _read_data_responses(run, command)
     teacher, is_server = _read_teacher(run, command)
     temperature = command.number("temperature", 0.9)
     if is_server and temperature != 1.0:
         form = f"{temperature:g} next to a teacher's server, whose log-probs it divides there; with 1 it is available"
         run.refuse("--temperature", form)
+    if data and has_images:
+        run.refuse("--lmbda", "responses of the data next to images; with 1 the student samples all of them")
     if is_server and has_images:
         run.refuse("--teacher_model_server", "images for a teacher on a server; --teacher_model takes its weights")
     topk = command.get("gkd_logits_topk")
     reads_own_prompt = teacher in ("actor", command.text("model"))
-    if reads_own_prompt:
-        reason = "the teacher, which is the student, reads this column in place of the prompt"
-        run.add_default(f"{ACTOR}.dataset_additional_keys", [_TEACHER_PROMPT], reason)
+    columns = {
+        _TEACHER_PROMPT: "the teacher, which is the student, reads it in place of the prompt" if reads_own_prompt else "",
+        str(data.get("response_column")): "the responses of the data" if data else "",
+    }
+    if read := {name: reason for name, reason in columns.items() if reason}:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in read.items())
+        run.add_default(f"{ACTOR}.dataset_additional_keys", list(read), reasons)
     return _under_distillation(
         {
             "enabled": True,
@@ -69,6 +77,7 @@ def read_distillation(run: Import, command: SourceCommand, *, has_images: bool) 
             "use_task_rewards": False,
             "teacher_temperature": 1.0 if is_server else None,
             "teacher_prompt": _TEACHER_PROMPT if reads_own_prompt else None,
+            **data,
         }
     )
 
@@ -79,24 +88,35 @@ def name_divergence_of(command: SourceCommand) -> str:
     return name_divergence("jsd", command.number("beta", 0.5), None if topk is None else (int(str(topk)), "renormalize"))
 
 
-def name_sampled_steps(command: SourceCommand) -> str | None:
-    """Return the steps whose responses the student samples; None where it samples all of them."""
-    share = command.number("lmbda", 0.5)
+def read_mixture(command: SourceCommand) -> tuple[float, float]:
+    """Return the probability of a step on the student's responses, and the weight of the supervised loss on the others.
+
+    Megatron-SWIFT samples nothing without vLLM.
+    """
+    never = command.program.startswith(MEGATRON) and not command.flag("use_vllm", default=True)
+    share = 0.0 if never else min(1.0, max(0.0, command.number("lmbda", 0.5)))
+    return share, 0.0 if share >= 1.0 else command.number("sft_alpha", 0.0)
+
+
+def name_sampled_steps_of(command: SourceCommand) -> str | None:
+    """Return whose responses train as the plan has it; the supervised loss there is one without temperature."""
+    share, coefficient = read_mixture(command)
+    return name_sampled_steps(share, coefficient, 1.0)
+
+
+def _read_data_responses(run: Import, command: SourceCommand) -> dict[str, object]:
+    """Return the keys of steps on the responses of the data."""
+    share, coefficient = read_mixture(command)
     if share >= 1.0:
-        return None
-    answers = " and a supervised loss" if command.number("sft_alpha", 0.0) else ""
-    return f"{share:.0%} of them by chance, the others are on the answers of the data{answers}"
-
-
-def _refuse_other_data(run: Import, command: SourceCommand) -> None:
-    """Refuse a run without responses of the student: it has no rollouts."""
-    share = command.number("lmbda", 0.5)
-    if share <= 0.0:
-        form = "all steps on the answers of the data; stage sft learns from a teacher's stored log-probs (docs/distillation.md)"
-        run.refuse(f"--lmbda {share:g}", form)
-    reason = "all responses are the student's" if share >= 1.0 else "see sampled_steps of the plan"
-    run.note_given("lmbda", reason, changes_nothing=False)
-    run.note_given("sft_alpha", "it is for answers of the data set, of which no step has any here")
+        run.note_given("lmbda", "all responses are the student's", changes_nothing=False)
+        run.note_given("sft_alpha", "it is for responses of the data set, of which no step has any")
+        return {}
+    run.note_given("lmbda sft_alpha", "see rl_config.distillation", changes_nothing=False)
+    return {
+        "on_policy_fraction": share,
+        "response_column": find_response_column(run, command.list_texts("dataset")),
+        "supervised_coef": coefficient or None,
+    }
 
 
 def _read_teacher(run: Import, command: SourceCommand) -> tuple[str, bool]:

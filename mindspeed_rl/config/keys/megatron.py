@@ -60,8 +60,8 @@ class _DataColumns:
         on_resume="order")
     system: str | None = key(None, "column of the system prompt", "system prompt 的列", on_resume="order")
     history: str | None = key(None, "column of earlier [question, answer] pairs", "先前 [问, 答] 对的列", on_resume="order")
-    messages: str | None = key(None, "supervised stages: column of the conversation, or of the messages before both answers",
-        "监督阶段：对话（或两个回答之前的消息）所在的列", on_resume="order")
+    messages: str | None = key(None, "column of the conversation, or of the messages before both answers",
+        "对话（或两个回答之前的消息）所在的列", on_resume="order")
     tools: str | None = key(None, "supervised stages: column of the schemas of tools", "监督阶段：工具 schema 所在的列",
         on_resume="order")
     chosen: str | None = key(None, "pairs: column of the better answer", "成对数据：较好回答所在的列", on_resume="order")
