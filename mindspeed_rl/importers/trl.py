@@ -249,7 +249,7 @@ def _regex(run: Import, option: str, value: object) -> None:
     run.translate(option, {f"{SAMPLING}.structured_output": {"regex": value}} if value else {}, "" if value else "off")
 
 
-def _optimizer(run: Import, option: str, value: object) -> None:
+def set_optimizer(run: Import, option: str, value: object) -> None:
     if str(value).startswith("adamw_") and not any(
         part in str(value) for part in ("bit", "bnb", "anyprecision", "torchao", "paged")
     ):
@@ -281,7 +281,7 @@ _SHARED: dict[str, Option] = {
     "seed": to(f"{ACTOR}.seed", default=42),
     "save_total_limit": to(f"{ACTOR}.keep_last"),
     "run_name": to(f"{RL}.wandb_exp_name"),
-    "optim": by(_optimizer, "AdamW in any of its implementations"),
+    "optim": by(set_optimizer, "AdamW in any of its implementations"),
     "report_to": by(set_trackers, "trackers by name"),
     "gradient_checkpointing": by(set_recomputation, "recomputation of each layer, the default"),
     "bf16": to(f"{ACTOR}.bf16", default=True),

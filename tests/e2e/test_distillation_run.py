@@ -121,6 +121,8 @@ def test_a_mixture_trains_on_the_data_s_responses_by_the_formula_and_goes_on_aft
         "rl_config.scale_rewards=none",
         "actor_config.micro_batch_size=8",
         "actor_config.bf16=false",
+        "actor_config.lr_decay_style=constant",
+        "actor_config.lr_warmup_fraction=null",
         "megatron_training.seed=0",
     ]
     # Random(0) gives 0.84 and Random(1) 0.13: the data's responses first, then the student's
