@@ -531,6 +531,14 @@ class MegatronConfig(
         "temperature of evaluations, in place of rl_config.eval_greedy; 0 is greedy",
         "评测的温度，代替 rl_config.eval_greedy；0 为贪心", range=Bounds(0, 100), stages=_GENERATING,
         elsewhere="val_kwargs.temperature", on_resume="exact")
+    eval_top_p: float | None = key(None,
+        "nucleus of evaluations that are not greedy; unset: sampling_config.top_p",
+        "非贪心评测的 nucleus；不设时同 sampling_config.top_p", range=Bounds(0, 1, excludes_low=True), stages=_GENERATING,
+        elsewhere="val_kwargs.top_p", on_resume="exact")
+    eval_top_k: int | None = key(None,
+        "most likely tokens that evaluations keep that are not greedy; -1 keeps all; unset: sampling_config.top_k",
+        "非贪心评测保留最可能的 token 数；-1 为全部；不设时同 sampling_config.top_k", range=Bounds(-1, 10**7),
+        stages=_GENERATING, elsewhere="val_kwargs.top_k", on_resume="exact")
     eval_verifier: list[str] = key([],
         "sft: reward functions that score the answers to eval_sets; the first one tells right from wrong. rl_config has "
         "external_plugins for your own",

@@ -67,7 +67,9 @@ def test_slime_evaluates_with_the_sampling_of_the_rollout() -> None:
     assert take("slime", command).tree["rl_config"]["eval_greedy"] is False
     assert take("slime", command + "--eval-temperature 0").tree["rl_config"]["eval_greedy"] is True
     other = take("slime", command + "--eval-top-p 0.7 --n-samples-per-eval-prompt 16")
-    assert "0.7: held-out prompts are sampled as in training, with null" in other.without_effect["--eval_top_p"]
+    assert "'eval_top_p': 0.7" in str(other.tree)
+    longer = take("slime", command + "--eval-max-response-len 9000")
+    assert "9000: held-out prompts are sampled as in training, with " in longer.without_effect["--eval_max_response_len"]
     assert "'eval_n_samples': 16" in str(other.tree)
 
 
@@ -150,9 +152,9 @@ def test_experts_with_adapters_do_without_the_overlap_that_has_none() -> None:
 
 def test_slime_s_samples_of_held_out_prompts_are_those_of_its_evaluation() -> None:
     command = SLIME + NO_DROPOUT + "--hf-checkpoint m --eval-prompt-data aime a.jsonl --eval-interval 5 "
-    several = take("slime", command + "--eval-temperature 0.6 --n-samples-per-eval-prompt 8")
+    several = take("slime", command + "--eval-temperature 0.6 --n-samples-per-eval-prompt 8 --eval-top-p 0.7")
     keys = {name: value for group in several.tree.values() if isinstance(group, dict) for name, value in group.items()}
-    assert (keys["eval_n_samples"], keys["eval_temperature"]) == (8, 0.6)
+    assert (keys["eval_n_samples"], keys["eval_temperature"], keys["eval_top_p"]) == (8, 0.6, 0.7)
     # greedy samples are all the same
     greedy = take("slime", command + "--eval-temperature 0 --n-samples-per-eval-prompt 8")
     assert greedy.tree["rl_config"]["eval_greedy"] is True and "eval_n_samples" not in str(greedy.tree)
