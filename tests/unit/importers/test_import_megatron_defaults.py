@@ -159,3 +159,28 @@ def test_slime_s_samples_of_held_out_prompts_are_those_of_its_evaluation() -> No
     greedy = take("slime", command + "--eval-temperature 0 --n-samples-per-eval-prompt 8")
     assert greedy.tree["rl_config"]["eval_greedy"] is True and "eval_n_samples" not in str(greedy.tree)
     assert "all the same" in greedy.without_effect["--n_samples_per_eval_prompt"]
+
+
+def test_adapters_of_latent_attention_are_those_that_it_has_here() -> None:
+    latent = (
+        "--multi-latent-attention --qk-pos-emb-head-dim 64 --qk-head-dim 128 --q-lora-rank 1536 --kv-lora-rank 512 "
+        "--v-head-dim 128 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 "
+    )
+    command = LLM + latent + "--data-path ./d --lora-r 8 --lora-target-modules "
+    with pytest.raises(ConfigError, match="adapter_form would be LoRA here, but is LoRA, also of linear_qkv"):
+        take("mindspeed-llm", command + "linear_qkv linear_proj")
+    plain = take("mindspeed-llm", command + "linear_proj")
+    assert plain.get("megatron_training.lora_target_modules") == ["linear_proj"]
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("train_fsdp2.py x.yaml --parallel.fsdp_size 8", "train_fsdp2.py: not available here: the FSDP2 backend"),
+        ("rlhf_gpt.py --config-name grpo_qwen25_7b_A3", "rlhf_gpt.py: it starts MindSpeed-RL by the name of a run file"),
+        ("pretrain_mamba.py --num-layers 4", "pretrain_mamba.py: not available here: Mamba"),
+    ],
+)
+def test_other_scripts_of_mindspeed_llm_are_refused_by_name(script: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        take("mindspeed-llm", f"torchrun --nproc_per_node 8 {script}")
