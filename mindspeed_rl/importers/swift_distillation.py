@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 from mindspeed_rl.importers.options import SourceCommand
 from mindspeed_rl.importers.recipe import ACTOR, RL
 from mindspeed_rl.importers.result import Import
@@ -26,11 +31,15 @@ def read_policy_teacher(run: Import, command: SourceCommand, *, has_rewards: boo
     if not has_rewards and coefficient != 1.0:
         form = "a coefficient of a teacher without task rewards; it scales the loss like lr"
         run.refuse("--teacher_kl_coef", form)
-    teacher, is_server = _read_teacher(run, command)
+    teachers = _read_teachers(run, command)
+    is_server = teachers.is_server
+    if teachers.tags:
+        columns = ["labels", teachers.column] if has_rewards else [teachers.column]
+        run.add_default(f"{ACTOR}.dataset_additional_keys", columns, f"{teachers.column}: chooses the teacher")
     return _under_distillation(
         {
             "enabled": True,
-            "teacher_models": [teacher],
+            **teachers.keys,
             "loss_mode": "k1",
             "use_policy_gradient": True,
             # prompt log-probs of a server have no temperature
@@ -48,7 +57,8 @@ def read_distillation(run: Import, command: SourceCommand, *, has_images: bool) 
         has_images: the prompts have some.
     """
     data = _read_data_responses(run, command)
-    teacher, is_server = _read_teacher(run, command)
+    teachers = _read_teachers(run, command)
+    is_server = teachers.is_server
     temperature = command.number("temperature", 0.9)
     if is_server and temperature != 1.0:
         form = f"{temperature:g} next to a teacher's server, whose log-probs it divides there; with 1 it is available"
@@ -58,10 +68,11 @@ def read_distillation(run: Import, command: SourceCommand, *, has_images: bool) 
     if is_server and has_images:
         run.refuse("--teacher_model_server", "images for a teacher on a server; --teacher_model takes its weights")
     topk = command.get("gkd_logits_topk")
-    reads_own_prompt = teacher in ("actor", command.text("model"))
+    reads_own_prompt = teachers.models in (["actor"], [command.text("model")])
     columns = {
         _TEACHER_PROMPT: "the teacher, which is the student, reads it in place of the prompt" if reads_own_prompt else "",
         str(data.get("response_column")): "the responses of the data" if data else "",
+        teachers.column: "chooses the teacher" if teachers.tags else "",
     }
     if read := {name: reason for name, reason in columns.items() if reason}:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in read.items())
@@ -69,7 +80,7 @@ def read_distillation(run: Import, command: SourceCommand, *, has_images: bool) 
     return _under_distillation(
         {
             "enabled": True,
-            "teacher_models": [teacher],
+            **teachers.keys,
             "loss_mode": "jsd_topk",
             "beta": command.number("beta", 0.5),
             "topk": _MANY_TOKENS if topk is None else command.count("gkd_logits_topk", 1),
@@ -119,13 +130,61 @@ def _read_data_responses(run: Import, command: SourceCommand) -> dict[str, objec
     }
 
 
-def _read_teacher(run: Import, command: SourceCommand) -> tuple[str, bool]:
-    """Return the teacher, and whether it is a server; "actor" for the student with its present weights."""
+@dataclass(frozen=True)
+class _Teachers:
+    """The teachers of a command.
+
+    Attributes:
+        models: folders, addresses, or "actor" for the student with its present weights.
+        tags: value of the column for each of them; empty where there is one.
+        column: column of the rows that chooses the teacher.
+    """
+
+    models: list[str]
+    is_server: bool
+    tags: list[str] = field(default_factory=list)
+    column: str = ""
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """Keys of the distillation."""
+        several = {"teacher_keys": self.tags, "teacher_key": self.column} if self.tags else {}
+        return {"teacher_models": self.models, **several}
+
+
+def _read_teachers(run: Import, command: SourceCommand) -> _Teachers:
+    """Return the teachers; several are servers, each for the rows with one of its tags."""
     option = next((name for name in TEACHERS if command.has(name)), "")
-    teacher, is_server = command.text(option) if option else "actor", option == "teacher_model_server"
-    if teacher.startswith(("[", "{")):
-        run.refuse(f"--{option}", "several teachers in a command; see rl_config.distillation.teacher_keys")
-    return (teacher.rstrip("/").removesuffix("/v1") + "/v1" if is_server else teacher), is_server
+    value = command.get(option) if option else "actor"
+    is_server = option == "teacher_model_server"
+    listed = value if isinstance(value, list) else _parse_list(str(value))
+    if listed is None:
+        teacher = str(value)
+        return _Teachers([_name_address(teacher) if is_server else teacher], is_server)
+    column, pairs = command.text("teacher_tag_key", "dataset"), list[tuple[str, str]]()
+    for item in listed:
+        entry = item if isinstance(item, Mapping) else {}
+        tags = entry.get("tags") or []
+        if not isinstance(tags, list) or not tags or not isinstance(entry.get("url"), str) or not is_server:
+            run.refuse(f"--{option}", "several teachers that are not servers with a url and tags each")
+            continue
+        pairs += [(str(tag), _name_address(str(entry["url"]))) for tag in tags]
+    run.note_given("teacher_tag_key", "the column that chooses the teacher", changes_nothing=False)
+    return _Teachers([url for _, url in pairs] or ["actor"], is_server, [tag for tag, _ in pairs], column)
+
+
+def _parse_list(text: str) -> list[object] | None:
+    """Return the list of a JSON text; None for another text."""
+    if not text.startswith(("[", "{")):
+        return None
+    with contextlib.suppress(ValueError):
+        value = json.loads(text)
+        return value if isinstance(value, list) else [value]
+    return []
+
+
+def _name_address(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 def _under_distillation(values: dict[str, object]) -> dict[str, object]:

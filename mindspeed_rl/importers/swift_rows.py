@@ -22,7 +22,7 @@ def map_columns(run: Import, name: str) -> None:
     row = _read_first(run, name)
     messages = row.get("messages")
     if isinstance(messages, list) and messages:
-        ends = isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
+        ends = _ends_with_answer(messages)
         run.add_default(f"{ACTOR}.map_keys.{'messages' if ends else 'prompt'}", "messages", _REASON)
         if ends:  # ms-swift takes it away
             form = "the prompt is what is in front of the last answer"
@@ -38,7 +38,16 @@ def map_columns(run: Import, name: str) -> None:
 def find_response_column(run: Import, names: Sequence[str]) -> str:
     """Return the column with the responses of the data; labels where the first file is elsewhere, or has none that is known."""
     row = _read_first(run, names[0]) if len(names) == 1 else {}
-    return next((column for column in ("messages", *_RESPONSES) if column in row), "labels")
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages:
+        if not _ends_with_answer(messages):
+            run.refuse("--lmbda", "rows without responses next to a value below 1: their messages end with a question")
+        return "messages"
+    return next((column for column in _RESPONSES if column in row), "labels")
+
+
+def _ends_with_answer(messages: Sequence[object]) -> bool:
+    return isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
 
 
 def _read_first(run: Import, name: str) -> Mapping[str, object]:

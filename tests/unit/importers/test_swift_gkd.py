@@ -101,7 +101,11 @@ def test_megatron_counts_rows_of_a_step() -> None:
         (f"{TEACHER} --seq_kd true", "sequence distillation"),
         (f"{TEACHER} --teacher_adapters a", "a teacher with adapters"),
         (f"{SERVER} --dataset AI-ModelScope/clevr_cogen_a_train", "images for a teacher on a server"),
-        ('--teacher_model_server \'[{"url": "http://a"}]\' --gkd_logits_topk 8', "several teachers in a command"),
+        (
+            '--teacher_model_server \'[{"url": "http://a"}]\' --gkd_logits_topk 8',
+            "several teachers that are not servers with a url and tags each",
+        ),
+        ('--teacher_model \'[{"model": "a", "tags": ["x"]}]\'', "several teachers that are not servers"),
     ],
 )
 def test_what_has_no_place_is_refused_by_name(options: str, sentence: str) -> None:
@@ -162,10 +166,34 @@ def test_the_column_of_the_responses_is_the_one_of_the_first_row(
     assert run.get("megatron_training.handler_name") == handler
 
 
+def test_messages_that_end_with_a_question_have_no_response(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "q"}], "solution": "a"}')
+    with pytest.raises(ConfigError, match="--lmbda: not available here: rows without responses next to a value below 1"):
+        take(f"{TEACHER} --lmbda 0.5", folder=tmp_path)
+    assert take(TEACHER, folder=tmp_path).get("megatron_training.handler_name") is None
+
+
 def test_rows_that_a_plug_in_makes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "plugin.py").write_text("from swift.dataset import register_dataset\nregister_dataset(...)\n")
     with pytest.raises(ConfigError, match=r"rows of rows.jsonl that its code makes \(register_dataset\).*--set dataset=FILE"):
         take(f"{TEACHER} --external_plugins plugin.py", folder=tmp_path)
+
+
+SEVERAL = (
+    '--teacher_model_server \'[{"url": "http://a:1", "tags": ["math", "logic"]}, '
+    '{"url": "http://b:2/v1/", "tags": ["code"]}]\' --teacher_tag_key tag --temperature 1'
+)
+
+
+def test_several_servers_teach_the_rows_with_their_tags() -> None:
+    run = take(f"{SEVERAL} --gkd_logits_topk 8")
+    names = ("teacher_models", "teacher_keys", "teacher_key")
+    urls = ["http://a:1/v1", "http://a:1/v1", "http://b:2/v1"]
+    assert [keys(run)[name] for name in names] == [urls, ["math", "logic", "code"], "tag"]
+    assert run.get("megatron_training.dataset_additional_keys") == ["tag"]
+    grpo = take(f"{SEVERAL} --reward_funcs accuracy", GKD.replace("gkd", "grpo").replace("steps 2", "steps 8"))
+    assert [keys(grpo)[name] for name in names] == [urls, ["math", "logic", "code"], "tag"]
+    assert grpo.get("megatron_training.dataset_additional_keys") == ["labels", "tag"]
 
 
 def test_the_options_of_gkd_change_nothing_in_grpo() -> None:
