@@ -16,7 +16,7 @@ SPEC.loader.exec_module(switches)
 
 
 _NOT_RUN = "no command on the simulator sets it yet; it decides which passes there are, not what a kernel computes"
-_CUT_OFFS = "vLLM's operation of sampling_config's key of this name, which runs on the simulator; no command there sets it yet"
+_CUT_OFFS = "vLLM's own operations on logits; no command on the simulator sets it yet"
 #: switches that no simulated run takes yet -> the reason; an entry that has a run, or that is refused, must go
 OPEN: dict[str, str] = {
     "rl_config.ref_dynamic_max_batch_size: set": _NOT_RUN,
