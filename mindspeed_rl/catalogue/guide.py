@@ -306,7 +306,7 @@ NOT_AVAILABLE: dict[str, dict[str, str]] = {
         "distillation": "no stage of its own; nearest: rl_config.distillation, or stage sft with sft_loss_type forward_kl",
         "server_distillation": "teachers are servers; nearest: rl_config.distillation with addresses in teacher_models",
         "async_distillation": "nearest: rl_config.distillation with trainer_mode async",
-        "gkd": "on-policy distillation; nearest: rl_config.distillation with loss_mode jsd_topk",
+        "gkd": "no stage of its own; nearest: rl_config.distillation with loss_mode jsd_topk and on_policy_fraction (lmbda)",
         "gold": "distillation between tokenizers; nearest: rl_config.distillation, with a teacher of the same tokenizer",
         "iw_opd": "distillation with importance weights; nearest: rl_config.distillation with rollout_importance_sampling_mode",
         "sdft": "self-distillation from a prompt with an example; nearest: rl_config.distillation with teacher_models: [actor]",

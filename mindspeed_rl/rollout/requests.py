@@ -61,10 +61,13 @@ class EvaluationSampling:
         temperature: 0 is greedy, without cut-offs and penalties; None is the sampling of training. Stop texts and the form of
             responses are for training in any case.
         num_samples: responses to each prompt.
+        top_p, top_k: cut-offs of responses that are not greedy; None is training's.
     """
 
     temperature: float | None = 0.0
     num_samples: int = 1
+    top_p: float | None = None
+    top_k: int | None = None
 
     @property
     def name(self) -> str:
@@ -75,7 +78,8 @@ class EvaluationSampling:
         """Return the parameters of a response, made from the training parameters."""
         if self.temperature == 0.0:
             return replace(sampling, **_PLAIN)
-        return sampling if self.temperature is None else replace(sampling, temperature=self.temperature)
+        own: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return replace(sampling, **{name: value for name, value in own.items() if value is not None})
 
 
 @dataclass(frozen=True)

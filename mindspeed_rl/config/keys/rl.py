@@ -79,6 +79,7 @@ class RouterReplay:
 #: loss modes of distillation over tokens that the student sampled: names of `catalogue.KL_ESTIMATORS`
 SAMPLED_MODES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k3+", "low_var_kl+")
 _DISTILLS, _TOP_K = ("enabled", (True,)), ("loss_mode", ("forward_kl_topk", "reverse_kl_topk", "jsd_topk"))
+_MIXES = ("on_policy_fraction", "above 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,16 @@ class DistillationKeys:
     teacher_prompt: str | None = key(None,
         "column of the prompts with the text or messages that the teachers read in place of the prompt",
         "数据列，其文本或消息由教师代替 prompt 来读", needs=_DISTILLS, elsewhere="teacher_prompt", on_resume="exact")
+    on_policy_fraction: float = key(1.0,
+        "probability that the student samples the responses of an iteration; otherwise they are those of the data (GKD)",
+        "一次迭代的回答由学生采样的概率；否则用数据集自带的回答（GKD）", range=Range.FRACTION, needs=_DISTILLS,
+        elsewhere="lmbda", on_resume="exact")
+    response_column: str = key("labels",
+        "column of the prompts with the response of the data: a text, or messages of which it is the last",
+        "数据集回答所在的列：文本，或以该回答结尾的消息列表", needs=_MIXES, on_resume="exact")
+    supervised_coef: float = key(0.0, "weight of -log q(response) next to the divergence, on responses of the data",
+        "用数据集的回答训练时，-log q(回答) 与散度相加的权重", range=Bounds(0, 1e6), needs=_MIXES, elsewhere="sft_alpha",
+        on_resume="exact")
 
 
 @dataclass(frozen=True, kw_only=True)

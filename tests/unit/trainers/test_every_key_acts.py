@@ -154,7 +154,7 @@ ELSEWHERE: dict[str, str] = {
     "kv_cache_dtype",
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
     "run/resume.py": "load_iteration load_previous",
-    "trainers/evaluation.py": "eval_num_prompts eval_greedy eval_n_samples eval_temperature",
+    "trainers/evaluation.py": "eval_num_prompts eval_greedy eval_n_samples eval_temperature eval_top_p eval_top_k",
     "trainers/answer_evaluation.py": "eval_verifier eval_max_tokens",
     "trainers/best_evaluation.py": "eval_metric eval_target eval_patience keep_best",
     "trainers/prompt_loader.py": "data_path eval_data_path eval_sets split dataset_additional_keys max_prompt_length "
