@@ -38,7 +38,7 @@ class OpponentPool:
         """
         self._keys, self._device = keys, device
         self._save = None if save is None else Path(save, _FOLDER)
-        self._home, self._remove = make_owned_folder(self, "mindspeed-rl-opponents-")
+        self._home, _ = make_owned_folder(self, "mindspeed-rl-opponents-")
         self.folders: Mapping[int, Path] = {}
 
     @property
