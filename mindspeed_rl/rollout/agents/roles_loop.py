@@ -69,7 +69,7 @@ class RolesLoop(AgentLoop):
         metrics = {"opponent_version": float(task.opponent.version), "reward_against_opponent": _sum_rewards(joined)}
         if opponent is not None:
             metrics |= {"opponent_reward": _sum_rewards(opponent), "opponent_turns": opponent.metrics["turns"]}
-        return replace(joined, metrics=joined.metrics | metrics)
+        return replace(joined, metrics={**joined.metrics, **metrics})
 
     async def _play(self, task: Task, engine: RolloutEngine, conversations: dict[str, AgentConversation]) -> None:
         environment, closed = self._make(), set[str]()
