@@ -643,6 +643,9 @@ def _audit(run: Run) -> Iterator[Broken]:
     if audit.data_path is None and not actor.has_held_out_data:
         text = "[audit.verifier_function:name] scores responses to held-out prompts; set audit.data_path or eval_data_path"
         yield violate("audit_data", text)
+    if audit.full_score is None and run.config.reward_model_keys is not None:
+        text = "[audit.full_score] must be set where a reward model scores: its scores have no largest value that is known"
+        yield violate("audit_full_score", text)
     step = run.rl.parameter_sync_step
     if run.rl.trainer_mode == "async" and audit.interval % step:
         yield violate(
