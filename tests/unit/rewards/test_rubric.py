@@ -98,7 +98,7 @@ def test_texts_alone_weigh_one_each() -> None:
         ([{"question": "a?", "pass_criteria": False}], "its pass_criteria is False"),
         ([{"criterion": "a", "weight": -1}], "no criterion has a positive weight"),
         # forms of NeMo Gym that have another score, or that no judge of texts can read
-        ("(Partial)\n 1. Guessed the solution", "this is one text: '(Partial)\\n 1. Guessed the solution'; a prompt of your own"),
+        ("(Partial)\n 1. Guessed the solution", "one text: '(Partial)\\n 1. Guessed the solution'; a prompt of your own"),
         ("Criterion 1: states it\nLevels: A=20 B=10 C=0", "and this is one text"),
         ([{"question": "a?", "weight": -1}, {"question": "b?"}], "criterion 1: its weight under weight is -1, and this form"),
         ([{"criterion": "a", "score": 2}, {"criterion": "b", "score": -1}], "criterion 2: its weight under score is -1"),
@@ -162,19 +162,21 @@ def sample(**columns: Any) -> RewardSample:
 def test_one_request_has_all_criteria_and_its_reply_is_scored() -> None:
     form = JudgeForm(RewardSettings(judge_rubric="extra_info.rubrics"))
     rubric = [{"criterion": one.text, "points": one.weight} for one in CRITERIA]
-    text = form.prompt(sample(extra_info={"rubrics": rubric}))
+    request = form.write_request(sample(extra_info={"rubrics": rubric}))
+    text = request.text
     assert "1. (5 points) names the capital" in text and "3. (-4 points) invents a source" in text and "Paris, 987." in text
     assert '{"1": true, "2": false}' in text
-    assert form.read_reply(text, 'Fine. {"1": true, "2": false, "3": false}') == {"score": 0.625, "met": pytest.approx(1 / 3)}
+    opinion = form.read_reply(request, 'Fine. {"1": true, "2": false, "3": false}')
+    assert opinion.score == {"score": 0.625, "met": pytest.approx(1 / 3)}
     with pytest.raises(JudgeError, match="criteria 1 to 3"):
-        form.read_reply(text, "Score: 9")
+        form.read_reply(request, "Score: 9")
 
 
 def test_equal_texts_with_other_weights_are_other_requests() -> None:
     form = JudgeForm(RewardSettings(judge_rubric="rubric"))
-    light, heavy = (form.prompt(sample(rubric=[{"text": "a", "weight": w}, "b"])) for w in (1, 9))
+    light, heavy = (form.write_request(sample(rubric=[{"text": "a", "weight": w}, "b"])) for w in (1, 9))
     reply = '{"1": true, "2": false}'
-    assert (form.read_reply(light, reply), form.read_reply(heavy, reply)) == (
+    assert (form.read_reply(light, reply).score, form.read_reply(heavy, reply).score) == (
         {"score": 0.5, "met": 0.5},
         {"score": 0.9, "met": 0.5},
     )
@@ -183,9 +185,9 @@ def test_equal_texts_with_other_weights_are_other_requests() -> None:
 def test_a_file_holds_for_all_rows_and_a_missing_column_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rubric.json"
     path.write_text(json.dumps({"rubrics": ["is polite"]}))
-    assert "1. (1 points) is polite" in JudgeForm(RewardSettings(judge_rubric=str(path))).prompt(sample())
+    assert "1. (1 points) is polite" in JudgeForm(RewardSettings(judge_rubric=str(path))).write_request(sample()).text
     with pytest.raises(JudgeError, match="no column rubric; its columns are level"):
-        JudgeForm(RewardSettings(judge_rubric="rubric")).prompt(sample(level=1))
+        JudgeForm(RewardSettings(judge_rubric="rubric")).write_request(sample(level=1))
     with pytest.raises(ValueError, match="judge_rubric: there is no file"):
         JudgeForm(RewardSettings(judge_rubric=str(tmp_path / "none.json")))
 
