@@ -336,7 +336,7 @@ def select_functions(run: Run) -> tuple[list[str], list[float], list[str]]:
     skipped = []
     if "judge" in names and run.rl.judge_url is not None:
         try:
-            check_judges(run.rl)
+            skipped += check_judges(run.rl)
         except ValueError as error:
             skipped.append(f"the judge: {error}")
             place = names.index("judge")

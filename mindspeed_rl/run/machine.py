@@ -35,7 +35,7 @@ def list_machine_checks(run: Run) -> Iterator[Callable[[], object]]:
     yield partial(_check_cache, run)
     yield partial(_check_offload_folder, run)
     if run.config.rl_config is not None and not run.config.is_supervised and run.rl.judge_url is not None:
-        yield partial(check_judges, run.rl)
+        yield partial(_warn_of_judges, run.rl)
     for host, port in run.placement.servers:
         yield partial(check_server, f"http://{host}:{port}", "generate_config.vllm_server_host")
 
@@ -111,8 +111,13 @@ def check_server(url: str, key: str) -> None:
         raise ValueError(f"{key}: {hide_in_text(url)} cannot be reached ({reason}); start the server before the run") from error
 
 
-def check_judges(rl: RLConfig) -> None:
-    """Check that the judges take connections; those of a panel whose quorum needs none of them are only warned of.
+def _warn_of_judges(rl: RLConfig) -> None:
+    for sentence in check_judges(rl):
+        print(f"warning: {sentence}", flush=True)
+
+
+def check_judges(rl: RLConfig) -> list[str]:
+    """Check that the judges take connections; return a sentence for each that cannot be reached and is not needed.
 
     Raises:
         ValueError: an address has another form, or fewer judges can be reached than the votes of a response need.
@@ -126,8 +131,7 @@ def check_judges(rl: RLConfig) -> None:
     votes = rl.judge_repeats * (len(judges) - len(errors))
     if errors and votes < (rl.judge_repeats * len(judges) if rl.judge_quorum is None else rl.judge_quorum):
         raise errors[0]
-    for error in errors:
-        print(f"warning: {error}; until then the other judges decide (rl_config.judge_quorum)", flush=True)
+    return [f"{error}; until then the other judges decide (rl_config.judge_quorum)" for error in errors]
 
 
 def wait_for_servers(run: Run) -> None:
