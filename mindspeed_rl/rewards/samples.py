@@ -143,9 +143,10 @@ class RewardSettings:
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> RewardSettings:
         """Return the settings that were sent to a process."""
-        values = {f.name: message[f.name] for f in fields(cls)}
+        values: dict[str, Any] = {f.name: message[f.name] for f in fields(cls)}
         # msgpack has no tuples
-        return cls(**values | {name: tuple(values[name]) for name in ("external_plugins", "judge_panel")})
+        values |= {name: tuple(values[name]) for name in ("external_plugins", "judge_panel")}
+        return cls(**values)
 
     def __post_init__(self) -> None:
         for key in ("max_tokens", "reward_timeout_s", "judge_timeout_s", "num_reward_workers", "repetition_n_grams"):
