@@ -584,6 +584,28 @@ class _RewardKeys:
     judge_rubric: str | None = key(None,
         "criteria with weights, all of which one request judges: a column of the row, or a .json file for all rows",
         "带权重的评分标准，一次请求判断全部：行中的列名，或用于所有行的 .json 文件", on_resume="in_flight")
+    judge_rubric_score: Literal["weighted", "mean", "all", "any"] = key("weighted",
+        "score of a rubric: weights that are met over the positive ones, the share of the criteria that pass, or 1 where all "
+        "or any pass; a fault (negative weight) passes where it is not found",
+        "评分标准的得分：满足的权重之和除以正权重之和；通过的标准所占比例；全部或任一通过时为 1；"
+        "扣分项（负权重）未出现即算通过",
+        on_resume="in_flight")
+    judge_panel: list[str] = key([],
+        "further judges, each [MODEL@]URL, which get the same requests as the one at judge_url; all of them vote",
+        "更多的评判，每个写作 [MODEL@]URL，收到与 judge_url 处评判相同的请求；所有评判一起投票", needs=("judge_url", "set"),
+        on_resume="in_flight")
+    judge_repeats: int = key(1, "votes of each judge about a response; more than 1 need judge_temperature",
+        "每个评判对一个回答的投票次数；大于 1 时需要 judge_temperature", range=Bounds(1, 64), on_resume="in_flight")
+    judge_temperature: float = key(0.0, "temperature of a judge's replies", "评判回复的采样温度", range=Bounds(0, 10),
+        on_resume="in_flight")
+    judge_vote: Literal["mean", "median", "majority", "min"] = key("mean",
+        "score of several votes; majority: 1 where more than half give at least 0.5, and with a rubric the score of the "
+        "criteria that more than half find met",
+        "多个投票的合并得分；majority：过半投票不低于 0.5 时为 1；有评分标准时，为过半投票认为满足的标准的得分",
+        on_resume="in_flight")
+    judge_quorum: int | None = key(None,
+        "votes that a response needs, so that it has a score without a judge that cannot be reached; when unset all",
+        "一个回答所需的最少票数，使个别评判无法访问时仍有得分；不设时需要全部", range=Bounds(1, 10**4), on_resume="in_flight")
     judge_weight: float = key(1.0, "weight of the judge's score", "评判得分的权重", range=Range.WEIGHT,
         on_resume="in_flight")
     judge_timeout_s: float = key(60.0, "seconds one reply may take", "一次回复可用的秒数", range=Range.SCORE_S,
@@ -933,6 +955,12 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
     def served_judge(self) -> str | None:
         """Folder of the generative judge that the run serves itself; None without one."""
         return None if self.judge_url is not None else self.judge_model
+
+    @property
+    def num_judge_votes(self) -> int:
+        """Votes about a response: of each judge, as often as it is asked; 0 without a judge."""
+        num_judges = 1 + len(self.judge_panel) if self.judge_url is not None else int(self.served_judge is not None)
+        return num_judges * self.judge_repeats
 
     @property
     def tracker_names(self) -> list[str]:

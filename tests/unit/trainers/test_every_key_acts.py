@@ -141,7 +141,8 @@ ELSEWHERE: dict[str, str] = {
     "wandb_mode swanlab_mode swanlab_project swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment "
     "mlflow_run_name trackio_project trackio_run_name trackio_space_id otlp_endpoint",
     "rewards/static_check.py": "external_plugins",
-    "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_rubric judge_timeout_s",
+    "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_rubric judge_timeout_s "
+    "judge_rubric_score judge_panel judge_repeats judge_temperature judge_vote judge_quorum",
     "rewards/samples.py": "verifier_parallel verifier_timeout num_reward_workers reward_timeout_s reward_memory_gib "
     "reward_failure_policy reward_failure_limit judge_weight rule_reward",
     "rewards/shaping.py": "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
