@@ -1091,12 +1091,13 @@ def _read_evaluation(run: Import, command: SourceCommand) -> dict[str, object]:
         return {}
     count, temperature = command.count(f"{prefix}n", 1), command.number(f"{prefix}temperature", 0.0)
     greedy = not command.flag(f"{prefix}do_sample") or temperature == 0
+    keys: dict[str, object] = {f"{RL}.eval_greedy": greedy}
     for name, default in (("top_p", 1.0), ("top_k", -1)):
         value, training = (command.number(f"{place}{name}", default) for place in (prefix, _ROLLOUT))
-        other = f"{value:g}: held-out prompts are sampled as in training, with {training:g}"
-        note = "the evaluation is greedy" if greedy else other if value != training else "as in training"
-        run.note_given(f"{prefix}{name}", note)
-    keys: dict[str, object] = {f"{RL}.eval_greedy": greedy}
+        if greedy or value == training:
+            run.note_given(f"{prefix}{name}", "the evaluation is greedy" if greedy else "as in training")
+        else:
+            keys[f"{ACTOR}.eval_{name}"] = value if name == "top_p" else int(value)
     if greedy and count > 1:
         run.note(f"{prefix}n", "one sample of each held-out prompt: greedy ones are all the same")
     if not greedy:

@@ -60,8 +60,8 @@ class _DataColumns:
         on_resume="order")
     system: str | None = key(None, "column of the system prompt", "system prompt 的列", on_resume="order")
     history: str | None = key(None, "column of earlier [question, answer] pairs", "先前 [问, 答] 对的列", on_resume="order")
-    messages: str | None = key(None, "supervised stages: column of the conversation, or of the messages before both answers",
-        "监督阶段：对话（或两个回答之前的消息）所在的列", on_resume="order")
+    messages: str | None = key(None, "column of the conversation, or of the messages before both answers",
+        "对话（或两个回答之前的消息）所在的列", on_resume="order")
     tools: str | None = key(None, "supervised stages: column of the schemas of tools", "监督阶段：工具 schema 所在的列",
         on_resume="order")
     chosen: str | None = key(None, "pairs: column of the better answer", "成对数据：较好回答所在的列", on_resume="order")
@@ -539,6 +539,14 @@ class MegatronConfig(
         "temperature of evaluations, in place of rl_config.eval_greedy; 0 is greedy",
         "评测的温度，代替 rl_config.eval_greedy；0 为贪心", range=Bounds(0, 100), stages=_GENERATING,
         elsewhere="val_kwargs.temperature", on_resume="exact")
+    eval_top_p: float | None = key(None,
+        "nucleus of evaluations that are not greedy; unset: sampling_config.top_p",
+        "非贪心评测的 nucleus；不设时同 sampling_config.top_p", range=Bounds(0, 1, excludes_low=True), stages=_GENERATING,
+        elsewhere="val_kwargs.top_p", on_resume="exact")
+    eval_top_k: int | None = key(None,
+        "most likely tokens that evaluations keep that are not greedy; -1 keeps all; unset: sampling_config.top_k",
+        "非贪心评测保留最可能的 token 数；-1 为全部；不设时同 sampling_config.top_k", range=Bounds(-1, 10**7),
+        stages=_GENERATING, elsewhere="val_kwargs.top_k", on_resume="exact")
     eval_verifier: list[str] = key([],
         "sft: reward functions that score the answers to eval_sets; the first one tells right from wrong. rl_config has "
         "external_plugins for your own",

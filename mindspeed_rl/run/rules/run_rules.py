@@ -12,6 +12,7 @@ from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.keys import PATH_KEYS, ROLE_GROUPS
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, NEEDED_BY_MINDSPEED, is_weight, read_split
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.rollout_rules import ROLLOUT_RULES
 from mindspeed_rl.run.rules.training_engine_rules import training_engine_rules
@@ -245,6 +246,20 @@ def _judge(run: Run) -> Iterator[Broken]:
             None,
             {"verifier_function": names, "verifier_weight": weights},
         )
+    yield from _judge_votes(rl)
+
+
+def _judge_votes(rl: RLConfig) -> Iterator[Broken]:
+    """Check the votes of several judges, or of one that is asked several times."""
+    if rl.judge_panel and rl.judge_url is None:
+        text = "[judge_panel:name] adds judges to the one at judge_url, which is not set; the first address belongs there"
+        yield violate("judge_panel", text, {"judge_panel": []})
+    if rl.num_judge_votes and rl.judge_repeats > 1 and not rl.judge_temperature:
+        text = "[judge_repeats] asks for more than one vote of a judge, which are all alike at [judge_temperature:is]"
+        yield violate("judge_repeats", text, {"judge_temperature": 0.7}, {"judge_repeats": 1})
+    if rl.num_judge_votes and rl.judge_quorum is not None and rl.judge_quorum > rl.num_judge_votes:
+        text = f"[judge_quorum] is more than the {rl.num_judge_votes} vote(s) about a response: none would have a score"
+        yield violate("judge_quorum", text, {"judge_quorum": rl.num_judge_votes})
 
 
 def _servers(run: Run) -> Iterator[Broken]:
@@ -675,6 +690,9 @@ def _audit(run: Run) -> Iterator[Broken]:
     if audit.data_path is None and not actor.has_held_out_data:
         text = "[audit.verifier_function:name] scores responses to held-out prompts; set audit.data_path or eval_data_path"
         yield violate("audit_data", text)
+    if audit.full_score is None and run.config.reward_model_keys is not None:
+        text = "[audit.full_score] must be set where a reward model scores: its scores have no largest value that is known"
+        yield violate("audit_full_score", text)
     step = run.rl.parameter_sync_step
     if run.rl.trainer_mode == "async" and audit.interval % step:
         yield violate(

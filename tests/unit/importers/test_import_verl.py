@@ -470,19 +470,19 @@ def test_rollout_corrections() -> None:
 @pytest.mark.parametrize(
     ("options", "expected", "note"),
     [
-        ("do_sample=True V.n=16 V.temperature=0.6 V.top_p=0.7", [False, 16, 0.6], "0.7: held-out prompts"),
-        ("do_sample=True V.temperature=1.0 V.top_p=1.0", [False, None, None], "as in training"),
+        ("do_sample=True V.n=16 V.temperature=0.6 V.top_p=0.7 V.top_k=40", [False, 16, 0.6, 0.7, 40], ""),
+        ("do_sample=True V.temperature=1.0 V.top_p=1.0", [False, None, None, None, None], "as in training"),
         # verl's default temperature of an evaluation is 0
-        ("do_sample=True V.n=4 V.top_p=0.7", [True, None, None], "the evaluation is greedy"),
-        ("do_sample=False V.n=4 V.temperature=1.0 V.top_p=1", [True, None, None], "the evaluation is greedy"),
+        ("do_sample=True V.n=4 V.top_p=0.7", [True, None, None, None, None], "the evaluation is greedy"),
+        ("do_sample=False V.n=4 V.temperature=1.0 V.top_p=1", [True, None, None, None, None], "the evaluation is greedy"),
     ],
 )
 def test_evaluations_are_sampled_as_there(options: str, expected: list[object], note: str) -> None:
     prefix = "actor_rollout_ref.rollout.val_kwargs."
     run = imported(f"{prefix}{options.replace('V.', prefix)}")
-    keys = ("rl_config.eval_greedy", "megatron_training.eval_n_samples", "megatron_training.eval_temperature")
-    assert values(run, *keys) == expected
-    assert note in run.without_effect[f"{prefix}top_p"]
+    names = ("n_samples", "temperature", "top_p", "top_k")
+    assert values(run, "rl_config.eval_greedy", *(f"megatron_training.eval_{name}" for name in names)) == expected
+    assert note in run.without_effect.get(f"{prefix}top_p", "")
     if "n=4" in options:
         assert "greedy ones are all the same" in run.without_effect[f"{prefix}n"]
 

@@ -46,6 +46,16 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: {**ROLES, "trajectory_reward": "final"}}, "roles_reward", ["agent_loop roles", "trajectory_reward (final)"]),
     ({R: {**ROLES, "filter_groups_enable": True}}, "roles_filter", ["agent_loop roles", "filter_groups_enable"]),
     ({R: {**ROLES, "use_kl_in_reward": True, "init_kl_coef": 0.1}}, "roles_kl", ["agent_loop roles", "use_kl_in_reward"]),
+    (
+        {M: {"lora_target_modules": ["linear_qkv"]}, G: {"lora_push": "adapter"}, R: {"opponents": {"roles": ["first"]}}},
+        "opponents_loop",
+        ["rl_config.opponents.roles needs multi_turn_enable and rl_config.agent_loop: roles"],
+    ),
+    (
+        {R: {**ROLES, "opponents": {"roles": ["first"]}}},
+        "opponents_adapters",
+        ["opponents.roles needs generate_config.lora_push: adapter", "server"],
+    ),
     ({R: {"ema_decay": 0.9}}, "average_is_read", ["rl_config.ema_decay (0.9)", "nothing would read", "save_hf"]),
     (
         {M: {"save": "a", "save_hf": True, "reuse_fp32_param": True}, R: {"ema_decay": 0.9}},
