@@ -228,6 +228,13 @@ ADVICE: dict[str, dict[str, Advice]] = {
             "reinforce_plus_plus_baseline",
             "reinforce_plus_plus",
         ),
+        "flash_reinforce": Advice(
+            "",
+            (
+                "one response a prompt and no critic: the mean of the batch is the baseline",
+                "每个 prompt 一个回答且不用 critic：以整批均值为基线",
+            ),
+        ),
         "remax": Advice(
             "2310.10505",
             ("one response a prompt, with a greedy one as its baseline", "每个 prompt 一个回答，以贪心回答为基线"),

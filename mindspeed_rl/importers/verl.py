@@ -68,6 +68,7 @@ from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
     find_lora_targets,
+    has_experts,
     list_expert_defaults,
     note_prediction,
     start_from_adapter,
@@ -1463,8 +1464,12 @@ def _read_engine(run: Import, command: SourceCommand, tensor: int) -> dict[str, 
     """Return the layout of the engine."""
     data, expert = command.count(f"{_ROLLOUT}data_parallel_size", 1), command.count(f"{_ROLLOUT}expert_parallel_size", 1)
     if data > 1 and expert == 1:
-        feature = "data parallelism inside a replica without expert parallelism"
-        run.refuse(f"{_ROLLOUT}data_parallel_size", feature)
+        if has_experts(command.text(f"{_MODEL}path")):  # vLLM cuts every expert for all devices of the group
+            feature = "data parallelism inside a replica without expert parallelism, of a model with experts"
+            run.refuse(f"{_ROLLOUT}data_parallel_size", feature)
+        else:
+            reason = "without experts the engines of a data-parallel group share nothing, so each of them is a replica here"
+            run.note(f"{_ROLLOUT}data_parallel_size", reason, changes_nothing=False)
     return {
         f"{ENGINE}.infer_tensor_parallel_size": tensor,
         f"{ENGINE}.enable_expert_parallel": True if expert > 1 else None,

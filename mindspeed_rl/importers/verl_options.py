@@ -159,7 +159,10 @@ _MCORE: tuple[tuple[str, Option], ...] = (
         f"use_remove_padding max_seqlen_per_dp_cp_rank",
         _MEMORY,
     ),
-    ("dynamic_context_parallel", refused("context parallel sizes that change from batch to batch")),
+    (
+        "dynamic_context_parallel",
+        refused("context parallel sizes over data-parallel devices; the key of this name divides context_parallel_size"),
+    ),
     ("forward_only override_ddp_config", no_effect("the phase decides whether a pass has gradients; its buckets are ours")),
     ("override_mcore_model_config", refused("other shapes than in config.json", unless=({},))),
     (

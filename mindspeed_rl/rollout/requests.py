@@ -24,6 +24,7 @@ class Sampling:
         stop: texts that end a response; the token that completes one is its last.
         structured_output: fields of vLLM's `StructuredOutputsParams` as JSON; empty where any text is allowed.
         images: references of the images in the context, in the order of their tokens.
+        adapter: name of an adapter of the engine that samples in place of the trained one.
     """
 
     temperature: float
@@ -39,6 +40,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     structured_output: str = ""
     images: tuple[str, ...] = ()
+    adapter: str = ""
 
     def list_penalties(self) -> list[str]:
         """Return the names of what changes the logits as an answer grows."""

@@ -180,6 +180,14 @@ class _ParallelKeys:
         "context parallelism by heads (Ulysses) or by ring (megatron_cp_algo)",
         "上下文并行按头切分（Ulysses），或用环（megatron_cp_algo）", needs=("context_parallel_size", "above 1"),
         on_resume="exact")
+    dynamic_context_parallel: bool = key(False,
+        "short rows are split over fewer devices than context_parallel_size, several at a time; a row takes the smallest "
+        "divisor of it whose part of the token budget holds the row",
+        "短序列只切分到少于 context_parallel_size 的设备上，多条同时计算；每条取能放下它的最小约数"
+        "（按 token 预算的相应份额）", needs=("context_parallel_size", "above 1"), on_resume="exact")
+    min_dynamic_context_parallel_size: int = key(1, "fewest devices that such a row is split over",
+        "此时一条序列最少切分到的设备数", range=Range.PROCESSES, needs=("dynamic_context_parallel", (True,)),
+        on_resume="exact")
     num_layers_per_virtual_pipeline_stage: int | None = key(None, "layers of a chunk in the interleaved pipeline schedule",
         "交错流水调度中一块的层数", range=Range.LAYERS, on_resume="random")
     num_layer_list: str | int | list[int] | None = key(None, 'layers of each pipeline stage, for example "16,17,16,15"',
@@ -591,6 +599,11 @@ class MegatronConfig(
     def has_ring_attention(self) -> bool:
         """True where context-parallel ranks pass slices of every sequence on to each other."""
         return self.context_parallel_size > 1 and self.context_parallel_algo == "megatron_cp_algo"
+
+    @property
+    def has_dynamic_context(self) -> bool:
+        """True where micro-batches take slices of the context-parallel ranks."""
+        return self.dynamic_context_parallel and self.context_parallel_size > 1
 
     @property
     def expert_sizes(self) -> tuple[int, int]:

@@ -160,6 +160,14 @@ def test_expert_parallelism_and_megatrons_arguments_are_kept() -> None:
     assert run.plans is not None and (run.plans[1].ep, run.plans[1].dp) == (4, 4)
 
 
+def test_a_data_parallel_group_without_experts_is_so_many_replicas() -> None:
+    run = imported(f"{R}.data_parallel_size=2 {R}.tensor_model_parallel_size=2")
+    assert "each of them is a replica here" in run.same[f"{R}.data_parallel_size"]
+    assert values(run, "generate_config.infer_tensor_parallel_size", "generate_config.enable_expert_parallel") == [2, None]
+    model = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B"
+    assert "without expert parallelism, of a model with experts" in refusal(f"{R}.data_parallel_size=2 {model}")
+
+
 def test_the_penalty_of_long_responses_is_the_reward_managers() -> None:
     k = "+reward_model.reward_kwargs"
     buffer = f"{k}.overlong_buffer_cfg.enable=True {k}.overlong_buffer_cfg.len=128 {k}.overlong_buffer_cfg.penalty_factor=0.5"
