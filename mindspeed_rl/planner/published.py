@@ -60,7 +60,7 @@ PRIOR = Efficiency(
 _LOGIT_BYTES = 5
 #: figures of a phase from which it has an error of its own, and the smallest factor that is promised
 _MIN_FIGURES, _MIN_SPREAD = 3, 1.1
-#: constants of the rollout engine, of the host and of the links, which are the same with both training engines
+#: constants of the device, of the rollout engine, of the host and of the links, which are the same with both training engines
 _SHARED = (
     "train",
     "bandwidth",
