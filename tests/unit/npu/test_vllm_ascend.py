@@ -363,6 +363,9 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     for name in ("vllm_ascend", "vllm_ascend.sample"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, sampler.__name__, sampler)
+    operators: Any = types.ModuleType("vllm._custom_ops")
+    operators.apply_repetition_penalties, operators.apply_repetition_penalties_torch = "of CUDA", "of torch"
+    monkeypatch.setitem(sys.modules, operators.__name__, operators)
     drafts = types.ModuleType("vllm_ascend.spec_decode.llm_base_proposer")
     drafts.AscendSpecDecodeBaseProposer = Proposer  # type: ignore[attr-defined]
     for name in ("vllm_ascend.spec_decode", drafts.__name__):
@@ -381,6 +384,7 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     proposer._maybe_share_lm_head(policy)
     assert proposer.model["layers"][1].shared_head.head is not policy.lm_head and proposer.joined == 1
     assert rotary.find_spec("flash_attn") is None
+    assert operators.apply_repetition_penalties == "of torch"
     # experts 0 and 2 are on the first device, 1 and 3 on the second; each finds its own at their places
     places = torch.tensor([0, 2, 1, 3])
     for experts, expected in (([0, -1, 1, -1], [0, 1, -1, -1]), ([-1, 0, -1, 1], [-1, -1, 0, 1])):
