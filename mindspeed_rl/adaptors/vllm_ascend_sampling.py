@@ -3,8 +3,8 @@
 | patch | symbol | why |
 |---|---|---|
 | noise | vllm_ascend.sample.sampler.random_sample | a kernel for each request that has a seed, and here every request has one |
-| penalties | vllm._custom_ops.apply_repetition_penalties | without Triton, vllm-ascend leaves penalties to vLLM, which calls a \
-kernel of CUDA for tensors that are CUDA's; MindSpeed says so of those of an NPU (`transfer_to_npu`) |
+| penalties | vllm._custom_ops.apply_repetition_penalties | without Triton, vllm-ascend leaves them to vLLM, which calls \
+CUDA's kernel for tensors that are CUDA's; MindSpeed says so of those of an NPU (`transfer_to_npu`) |
 
 A token is argmax p / q with exponential q (the Gumbel trick), as before. q of token v is a hash of v and of a 64-bit key,
 which is a hash of the request's seed and of its generator's position. So a request's tokens depend on nothing but its seed,
