@@ -53,12 +53,9 @@ def a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("a_small_device")
-@pytest.mark.parametrize("device", ["Ascend910_9391"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_exchange_that_a_device_chooses_samples_the_tokens_of_all_gather(
-    name: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NPU_SIM_SOC", device)
+def test_the_exchange_that_an_a3_chooses_samples_the_tokens_of_all_gather(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", "Ascend910_9391")
     tensor, sharing, prompts = LAYOUTS[name]
     layout = EXPERTS | {"tensor_parallel": tensor, "sharing": sharing, "prompts": prompts, "rounds": 1}
     gathered = run_ranks("rollout", len(prompts), layout | {"generate": {"infer_moe_token_dispatcher_type": "allgather"}})
@@ -67,3 +64,16 @@ def test_the_exchange_that_a_device_chooses_samples_the_tokens_of_all_gather(
         assert ours["tokens"] == theirs["tokens"] and ours["worst"] < 1e-4 and all(ours["same_greedy"])
         assert ours["equal"] == [True]  # after a sleep and a weight sync
         assert ours["calls"].get(MC2[0], 0) == ours["calls"].get(MC2[1], 0) > 0 == theirs["calls"].get(MC2[0], 0)
+
+
+@pytest.mark.slow
+def test_sixteen_devices_of_an_a2_sample_the_tokens_of_one_that_has_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SOC": "Ascend910B4", "DEVICES": "16", "MEMORY_GIB": "4", "TIMEOUT_S": "600"}.items():
+        monkeypatch.setenv(f"NPU_SIM_{name}", value)
+    experts = EXPERTS | {"model": "qwen3_moe_16", "rounds": 0}
+    (alone,) = run_ranks("rollout", 1, experts)
+    prompts: list[list[int]] = [[0], [1], [2], [3], *[[]] * 12]
+    reports = run_ranks("rollout", 16, experts | {"sharing": 16, "prompts": prompts})
+    for numbers, report in zip(prompts, reports, strict=True):
+        assert report["tokens"] == [alone["tokens"][number] for number in numbers]
+        assert report["worst"] < 1e-4 and report["calls"][MC2[0]] == report["calls"][MC2[1]] > 0
