@@ -209,10 +209,10 @@ def test_the_module_of_transformers_samples_the_tokens_of_the_cpu(model: str) ->
 
 
 def test_a_model_plays_a_game_of_two_roles_against_itself(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import test_roles_run as cpu
+    from test_roles_run import HERE, ONE_PROCESS, keys_of
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(cpu.HERE), os.environ["PYTHONPATH"]]))
-    keys = [key for key in cpu.keys_of(task, tmp_path, "Duel") if key not in cpu.ONE_PROCESS]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]]))
+    keys = [key for key in keys_of(task, tmp_path, "Duel") if key not in ONE_PROCESS]
     # rows as long as the longest one
     keys += ["rl_config.use_remove_padding=false", "rl_config.use_prefix_grouper=false", "actor_config.lr=3e-4"]
     command = finished(task, tmp_path, *COMMON, *layout(2), *keys, timeout_s=LIMIT_S)

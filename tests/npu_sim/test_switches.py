@@ -166,7 +166,13 @@ CHANGED: dict[str, Case] = {
     "muon": Case("qwen2", _MUON | {"muon_use_nesterov": True, "muon_scale_mode": "unit_rms_norm"}, rel=_FP32, bf16=False),
     "muon on two ranks": Case(
         "qwen2",
-        _MUON | {"muon_scale_mode": "shape_scaling", "muon_split_qkv": False, "muon_tp_mode": "blockwise"},
+        _MUON
+        | {
+            "muon_scale_mode": "shape_scaling",
+            "muon_extra_scale_factor": 0.5,
+            "muon_split_qkv": False,
+            "muon_tp_mode": "blockwise",
+        },
         2,
         {"tensor_model_parallel_size": 2},
         rel=_FP32,
