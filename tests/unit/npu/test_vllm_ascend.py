@@ -341,13 +341,23 @@ def test_expert_weights_in_a_layout_of_another_release_stop_the_run() -> None:
     ("environment", "named"),
     [
         ({}, "VLLM_ASCEND_ENABLE_NZ: 1"),
-        ({"VLLM_ASCEND_ENABLE_NZ": "0", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments: True"}, "PYTORCH_NPU_ALLOC_CONF"),
         ({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1"}, "VLLM_ASCEND_ENABLE_FUSED_MC2"),
     ],
 )
 def test_an_environment_that_breaks_weight_updates_is_refused(environment: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         vllm_ascend.check_environment(environment)
+
+
+def test_expandable_segments_are_refused_where_an_engine_is_built_and_left_to_its_own_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "0")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(ValueError, match="PYTORCH_NPU_ALLOC_CONF: .* cannot be combined with the rollout engine's sleep mode"):
+        vllm_ascend.VllmAscendHooks((0, 23)).engine_arguments(GenerateConfig())
+    vllm_ascend.apply()  # the process of a server's engine, where vllm-ascend has set it
 
 
 def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
