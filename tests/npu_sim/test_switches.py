@@ -109,6 +109,14 @@ UNCHANGED: dict[str, Case] = {
         2,
         {"expert_model_parallel_size": 2, "moe_grouped_gemm": True},
     ),
+    "experts over all ranks of a tensor": Case(
+        "qwen3_moe",
+        {"moe_tp_extend_ep": True},
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        rel=_FP32,
+        bf16=False,
+    ),
     "experts gathered": Case(
         "qwen3_moe", {"moe_token_dispatcher_type": "allgather"}, 2, {"expert_model_parallel_size": 2}, rel=BF16
     ),
