@@ -97,6 +97,7 @@ ON_HOST = {
     "longest_first": "the order of requests",
     "use_dp_batch_balance": "which rank has which row",
     "distillation": "terms of the loss and who computes its columns",
+    "opponents": "which adapter of the engine a request names; several at a time are those of serve_config.num_models",
     "stop": "decoded text on the host",
     "load_checkpoint_loosely": "which tensors a checkpoint may lack",
     "process_reward_aggregation": "how the scores of a response's steps become one",
@@ -105,6 +106,7 @@ ON_HOST = {
     "vllm_server_token_file": "what a server asks of its clients",
     "judge_url": "requests to a service that answers them with a model of its own",
     "judge_model": "a name in these requests",
+    "audit.full_score": "a number that scores are compared with",
     "audit.environment": "programs that play responses again, as rewards do",
     "min_pixels": "images on the host, before the tower gets them",
     "max_pixels": "images on the host, before the tower gets them",
@@ -232,7 +234,8 @@ def spell(value: object) -> str:
 @functools.cache
 def list_switches() -> tuple[Switch, ...]:
     """Return all switches, in the order of the groups and of their keys."""
-    read = _follow_properties({name for path in list_device_modules() for name in _read_names(path)})
+    names = {name for path in list_device_modules() for name in _read_names(path)} - ON_HOST.keys()
+    read = _follow_properties(names) - ON_HOST.keys()
     # a key of which others depend decides for these modules, wherever it is read
     keys = {name: key for owner in GROUPS.values() for name, key in list_keys(owner).items()}
     read |= {key.needs[0] for name, key in keys.items() if name in read and key.needs and key.needs[0] in keys}

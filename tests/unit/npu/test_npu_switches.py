@@ -16,15 +16,19 @@ SPEC.loader.exec_module(switches)
 
 
 _NOT_FINISHED = "a run of it was written and not finished"
+_SLICES = "the kernels of context parallelism in groups of fewer ranks; no run of four ranks on the simulator sets it yet"
+_CUT_OFFS = "the kernel of top_k and top_p, which a run of the engine has; no command on the simulator sets it yet"
 #: switches that no simulated run takes yet -> the reason; an entry that has a run, or that is refused, must go
 OPEN: dict[str, str] = {
     "actor_config.engine: fsdp": _NOT_FINISHED,
-    "rl_config.trainer_mode: one_step_off": _NOT_FINISHED,
-    "rl_config.trainer_mode: async": _NOT_FINISHED,
+    "actor_config.dynamic_context_parallel: true": _SLICES,
+    "actor_config.min_dynamic_context_parallel_size: set": _SLICES,
+    "actor_config.eval_top_p: set": _CUT_OFFS,
+    "actor_config.eval_top_k: set": _CUT_OFFS,
     "generate_config.engine_kwargs: set": _NOT_FINISHED,
     "generate_config.additional_config: set": _NOT_FINISHED,
     "sampling_config.repetition_penalty: set": _NOT_FINISHED,
-    "sampling_config.structured_output: set": _NOT_FINISHED,
+    "sampling_config.structured_output: set": "vllm-ascend masks a copy of logits: log-probs are of the tokens that are left",
     "sampling_config.ignore_eos: true": _NOT_FINISHED,
 }
 
