@@ -132,27 +132,34 @@ def _build_additional_config(config: GenerateConfig, release: tuple[int, int]) -
 
 
 def check_environment(environment: dict[str, str]) -> None:
-    """Raise ValueError where a variable of this process makes sleep mode or weight updates fail later."""
+    """Raise ValueError where a variable of this process makes weight updates fail later."""
     nz = environment.get("VLLM_ASCEND_ENABLE_NZ", "1")
     if nz != "0":
         raise ValueError(
             f"VLLM_ASCEND_ENABLE_NZ: {nz} (1 when unset) keeps weights in a layout that cannot be updated; set it to 0."
         )
+    if environment.get("VLLM_ASCEND_ENABLE_FUSED_MC2", "0") != "0":
+        raise ValueError("VLLM_ASCEND_ENABLE_FUSED_MC2: forces expert weights into the NZ layout; set it to 0.")
+
+
+def check_allocator(environment: dict[str, str]) -> None:
+    """Raise ValueError where a variable of a process that builds an engine makes sleep mode fail later.
+
+    Not asked in the process that an asynchronous engine has for itself: vllm-ascend sets the variable there, unless it sleeps.
+    """
     allocator = environment.get("PYTORCH_NPU_ALLOC_CONF", "")
     if "expandable_segments:True" in allocator.replace(" ", ""):
         raise ValueError(
             f"PYTORCH_NPU_ALLOC_CONF: '{allocator}' cannot be combined with the rollout engine's sleep mode; "
             "leave expandable_segments out for processes that hold a rollout engine."
         )
-    if environment.get("VLLM_ASCEND_ENABLE_FUSED_MC2", "0") != "0":
-        raise ValueError("VLLM_ASCEND_ENABLE_FUSED_MC2: forces expert weights into the NZ layout; set it to 0.")
 
 
 def apply() -> None:
     """Set what vllm-ascend reads from the environment before it is imported, and check the rest. Idempotent.
 
     Raises:
-        ValueError: a variable contradicts sleep mode or weight updates.
+        ValueError: a variable contradicts weight updates.
     """
     os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")
     # the hooks reach into the engine's model, so it must live in this process
@@ -226,6 +233,7 @@ class VllmAscendHooks(EngineHooks):
         _share_heads_of_drafts(getattr(importlib.import_module(proposers), name))
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
+        check_allocator(dict(os.environ))
         own = _build_additional_config(config, self._release or _installed_release())
         additional = dict(config.additional_config or {}) | own
         if config.expert_map_path is not None:

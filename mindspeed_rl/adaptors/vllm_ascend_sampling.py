@@ -1,8 +1,10 @@
-"""Noise of vllm-ascend's sampler for all requests at once, each from its own seed.
+"""Noise of vllm-ascend's sampler for all requests at once, each from its own seed; penalties without CUDA's kernel.
 
 | patch | symbol | why |
 |---|---|---|
 | noise | vllm_ascend.sample.sampler.random_sample | a kernel for each request that has a seed, and here every request has one |
+| penalties | vllm._custom_ops.apply_repetition_penalties | without Triton, vllm-ascend leaves them to vLLM, which calls \
+CUDA's kernel for tensors that are CUDA's; MindSpeed says so of those of an NPU (`transfer_to_npu`) |
 
 A token is argmax p / q with exponential q (the Gumbel trick), as before. q of token v is a hash of v and of a 64-bit key,
 which is a hash of the request's seed and of its generator's position. So a request's tokens depend on nothing but its seed,
@@ -10,7 +12,8 @@ in any batch, and what vLLM does with a generator (it goes back where a sample i
 batch with requests without a seed is left to vllm-ascend. vLLM's kernel for the CPU does the same with a seed for each
 token (`vllm_cpu_steps`).
 
-It can go when vllm-ascend samples requests with seeds in one kernel. Not verified on NPU hardware.
+The first can go when vllm-ascend samples requests with seeds in one kernel, the second when vLLM asks the platform which kernel
+it has. Not verified on NPU hardware.
 """
 
 from __future__ import annotations
@@ -36,10 +39,12 @@ _SCALE, _ABOVE_0 = 2.0**-31 * (1.0 - 2.0**-23), 2.0**-33
 
 
 def apply() -> None:
-    """Patch the sampler of the installed vllm-ascend. Idempotent."""
+    """Patch the sampler of the installed vllm-ascend, and what it calls of vLLM. Idempotent."""
     sampler: Any = importlib.import_module("vllm_ascend.sample.sampler")
     if sampler.random_sample.__module__ != __name__:
         sampler.random_sample = _build_sampling(sampler.random_sample)
+    operators: Any = importlib.import_module("vllm._custom_ops")
+    operators.apply_repetition_penalties = operators.apply_repetition_penalties_torch
 
 
 def _build_sampling(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -28,7 +28,7 @@ _GREEDY = 1e-5
 
 #: modules of model runners that may be loaded already
 _RUNNERS = ("worker.gpu_model_runner", "worker.model_runner_v1")
-#: attribute of logits from which a grammar removed tokens: a copy with all of them
+#: attribute of the settings of a step's sampling, in which a grammar removed tokens from logits: a copy with all of them
 _ALL_TOKENS = "_logits_of_all_tokens"
 
 _applied = False
@@ -54,12 +54,15 @@ def apply() -> None:
     sample = sampler.forward
 
     def forward(self: Any, logits: Tensor, sampling_metadata: Any, *others: object, **keywords: object) -> object:
+        full = sampling_metadata.__dict__.pop(_ALL_TOKENS, None)
         temperature = sampling_metadata.temperature  # None where all requests are greedy
         if self.logprobs_mode != "raw_logprobs" or not self.tempers_log_probs:
             return sample(self, logits, sampling_metadata, *others, **keywords)
         divisor = 1.0 if temperature is None else torch.where(temperature < _GREEDY, 1.0, temperature)[:, None]
         # its one use in this mode is on the logits before penalties and cut-offs
-        self.compute_logprobs = lambda raw: adaptors.log_softmax(getattr(logits, _ALL_TOKENS, raw).float() / divisor)
+        self.compute_logprobs = lambda raw: adaptors.log_softmax(
+            (raw if full is None else full.to(raw.device)).float() / divisor
+        )
         try:
             return sample(self, logits, sampling_metadata, *others, **keywords)
         finally:
@@ -73,7 +76,8 @@ def apply() -> None:
     def apply_grammar_bitmask(step: Any, grammar: Any, batch: Any, logits: Tensor) -> None:
         full = logits.clone()
         remove_tokens(step, grammar, batch, logits)
-        setattr(logits, _ALL_TOKENS, full)
+        # not on the logits: vllm-ascend hands a copy of them in, on the host, and samples from another one
+        setattr(batch.sampling_metadata, _ALL_TOKENS, full)
 
     # runners import it by name, from here on this one; importing one here would be before a platform's own patches
     modules: list[Any] = [utils, *(module for name, module in sys.modules.items() if name.endswith(_RUNNERS))]

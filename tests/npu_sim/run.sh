@@ -21,7 +21,8 @@ exec 9> "$environment/.set_up.lock"
 flock 9  # a second start waits for the first
 expected="$({
     cat "$root"/envs/npu_common/{install.sh,packages.py,requirements.txt,constraints-*.txt,resolved-main.txt}
-    grep -oE '^    "[A-Za-z0-9._-]+' "$root/pyproject.toml"  # names: the files above have the versions
+    # names of requirements: the files above have the versions
+    sed '/^\[tool/,$d' "$root/pyproject.toml" | grep -oE '^    "[A-Za-z0-9._-]+'
     echo "$root ${MINDSPEED_SRC:-}"
     [[ -z "${MINDSPEED_SRC:-}" ]] || find "$MINDSPEED_SRC" -name '*.py' -printf '%P %s\n' | sort
 } | sha256sum | cut -d' ' -f1)"

@@ -86,6 +86,10 @@ ROWS = (
      "change no token",
      "在 A2、A3、950 上单独运行 vllm-ascend 0.23：其选择的专家交换方式，及按配置改用 allgather；不改变 token 的键",
      ("test_rollout.test_each_device", "test_rollout.test_an_a3", "test_rollout.test_keys")),
+    ("vllm-ascend 0.23 by itself on A3: experts exchanged by MC2 and all-to-all, on 16 devices of an A2 by MC2: tokens of "
+     "all-gather",
+     "单独运行 vllm-ascend 0.23：A3 上专家经 MC2 与 all-to-all 交换，A2 上 16 个设备经 MC2：token 与 all-gather 相同",
+     ("test_mc2.",)),
     ("vllm-ascend 0.23 by itself: the experts that it reports for each token equal transformers'",
      "单独运行 vllm-ascend 0.23：所报告的每个 token 的专家与 transformers 一致", ("test_rollout.test_the_experts",)),
     ("vllm-ascend 0.23 by itself: graphs of whole decoding steps, captured once, read the weights of every sync",

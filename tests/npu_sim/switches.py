@@ -28,6 +28,7 @@ import yaml
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.config import GenerateConfig, MegatronConfig, RLConfig, SamplingConfig, build_run_config
+from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES
 from mindspeed_rl.config.keys.schema import Key, Range, list_keys
 from mindspeed_rl.config.keys.serve import ServeConfig
@@ -43,6 +44,7 @@ GROUPS: dict[str, type] = {
     "generate_config": GenerateConfig,
     "sampling_config": SamplingConfig,
     "serve_config": ServeConfig,
+    "audit": AuditKeys,
 }
 #: parts of the package that build and run what is on the device, besides the adaptors of an NPU
 DEVICE_PARTS = (
@@ -58,11 +60,13 @@ DEVICE_PARTS = (
     "runtime/cluster.py",
     "service/sampling.py",
     "service/tenants.py",
+    "serving",
     "trainers/evaluation.py",
     "trainers/old_policy.py",
     "trainers/reward_audit.py",
     "workers/device_worker.py",
     "workers/model_worker.py",
+    "workers/responses.py",
     "workers/roles.py",
     "workers/rollout_replica.py",
     "workers/trainer_worker.py",
@@ -70,13 +74,21 @@ DEVICE_PARTS = (
 )
 #: names that hold a group of a run file in these modules
 _HOLDERS = frozenset(
-    "config cfg rl generate sampling actor keys role serve "
+    "config cfg rl generate sampling actor keys role serve audit "
     "actor_config rl_config generate_config sampling_config serve_config".split()
 )
 _SIZES = (Range.PROCESSES, Range.DEVICES)
 #: any value that is not the default
 SET = "set"
-#: keys that these modules read and that change nothing of what runs on the device -> what they change
+#: defaults that leave something out: -1 is all tokens of `top_k`
+_OFF = (None, 0, "", [], {}, -1)
+#: keys whose group has names of its own -> a value
+_GROUPS_OF_OTHERS: dict[str, dict[str, object]] = {
+    "structured_output": {"choice": ["yes", "no"]},
+    "engine_kwargs": {"long_prefill_token_threshold": 32},
+}
+#: keys (of one group, where it is named) that these modules read and that change nothing of what runs on the device -> what
+#: they change
 ON_HOST = {
     "keep_last": "folders of old checkpoints",
     "trust_remote_code": "Python code of a model folder",
@@ -90,6 +102,14 @@ ON_HOST = {
     "load_checkpoint_loosely": "which tensors a checkpoint may lack",
     "process_reward_aggregation": "how the scores of a response's steps become one",
     "model_name": "a name for clients",
+    "fault_tolerance": "a run starts anew from its checkpoint, on fewer devices in a layout that a fresh run has as well",
+    "vllm_server_token_file": "what a server asks of its clients",
+    "judge_url": "requests to a service that answers them with a model of its own",
+    "judge_model": "a name in these requests",
+    "audit.full_score": "a number that scores are compared with",
+    "audit.environment": "programs that play responses again, as rewards do",
+    "min_pixels": "images on the host, before the tower gets them",
+    "max_pixels": "images on the host, before the tower gets them",
 }
 
 
@@ -147,6 +167,33 @@ def _read_names(path: Path) -> Iterator[str]:
 
 
 @functools.cache
+def _list_properties() -> dict[str, set[str]]:
+    """Return property of a group -> what it reads of the group itself."""
+    results: dict[str, set[str]] = {}
+    for path in sorted((PACKAGE / "config" / "keys").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list
+            ):
+                inner = (item for item in ast.walk(node) if isinstance(item, ast.Attribute))
+                own = {item.attr for item in inner if isinstance(item.value, ast.Name) and item.value.id == "self"}
+                results.setdefault(node.name, set()).update(own)
+    return results
+
+
+def _follow_properties(names: set[str]) -> set[str]:
+    """Return names with those that the properties among them read."""
+    properties = _list_properties()
+    found = set(names)
+    waiting = list(names & properties.keys())
+    while waiting:
+        new = properties[waiting.pop()] - found
+        found |= new
+        waiting += new & properties.keys()
+    return found
+
+
+@functools.cache
 def _shape_keys() -> frozenset[str]:
     """Keys that follow the model's config.json: they say what the model is, not how it runs."""
     tree = ast.parse((PACKAGE / "models" / "model_keys.py").read_text())
@@ -162,7 +209,8 @@ def _list_values(key: Key) -> Iterator[str]:
     elif dataclasses.is_dataclass(key.kind):  # `sampling_config` is a group of its own
         for name, inner in list_keys(typing.cast(type, key.kind)).items():
             yield from (f"{name}={value}" for value in _list_values(inner))
-    elif key.default in (None, 0, "", [], {}) or key.range in _SIZES:
+    # 1.0 is all of `top_p`, and a factor that changes nothing
+    elif key.default in _OFF or key.range in _SIZES or (key.kind is float and key.default == 1.0):
         yield SET
 
 
@@ -186,7 +234,8 @@ def spell(value: object) -> str:
 @functools.cache
 def list_switches() -> tuple[Switch, ...]:
     """Return all switches, in the order of the groups and of their keys."""
-    read = {name for path in list_device_modules() for name in _read_names(path)} - ON_HOST.keys()
+    names = {name for path in list_device_modules() for name in _read_names(path)} - ON_HOST.keys()
+    read = _follow_properties(names) - ON_HOST.keys()
     # a key of which others depend decides for these modules, wherever it is read
     keys = {name: key for owner in GROUPS.values() for name, key in list_keys(owner).items()}
     read |= {key.needs[0] for name, key in keys.items() if name in read and key.needs and key.needs[0] in keys}
@@ -194,7 +243,8 @@ def list_switches() -> tuple[Switch, ...]:
     for group, owner in GROUPS.items():
         for name, key in list_keys(owner).items():
             on_npu = "npu" in key.only_on or (not key.only_on and name in read)
-            if on_npu and not key.no_effect and key.on_resume != "schedule" and name not in {*ON_HOST, *_shape_keys()}:
+            left_out = not {name, f"{group}.{name}"}.isdisjoint({*ON_HOST, *_shape_keys()})
+            if on_npu and not key.no_effect and key.on_resume != "schedule" and not left_out:
                 results += [Switch(group, name, value) for value in _list_values(key) if name not in GROUPS]
     return tuple(results)
 
@@ -340,6 +390,9 @@ _VARIANTS: tuple[Tree, ...] = (
     {"actor_config": {"use_distributed_optimizer": True, "overlap_grad_reduce": True}},
     {"actor_config": {"num_experts": 8, "num_layers": 4, "moe_router_topk": 2}},
     {"actor_config": {"pipeline_model_parallel_size": 2, "num_layers": 4}},
+    {"actor_config": {"tensor_model_parallel_size": 1, "sequence_parallel": False}},
+    {"rl_config": {"mini_batch_size": 8}, "actor_config": {"num_experts": 8, "num_layers": 4, "moe_router_topk": 2}},
+    {"rl_config": {"use_integrated_worker": False, "rollout_resource": {"num_npus": 16}}},
     {"actor_config": {"fp32_lm_head": True}, "generate_config": {"fp32_lm_head": True}},
     {"actor_config": {"bf16": False}, "generate_config": {"dtype": "float32"}},
     {"generate_config": {"enforce_eager": False}},
@@ -367,8 +420,8 @@ def _sample_values(kind: Any) -> Iterator[object]:
         yield from (0.25, 1e-5)
     elif kind is str:
         yield from ("1", "2,2")
-    elif origin is dict or kind is dict:
-        yield {}
+    elif origin in (dict, Mapping):
+        yield {"name": "value"}
     else:
         for member in members:
             if member is not type(None):
@@ -381,7 +434,7 @@ def _find_values(switch: Switch, kind: Any) -> list[object]:
         inner, _, value = switch.value.partition("=")
         return [{inner: item} for item in _find_values(dataclasses.replace(switch, value=value), list_keys(kind)[inner].kind)]
     if switch.value == SET:
-        return list(_sample_values(kind))
+        return [_GROUPS_OF_OTHERS[switch.key]] if switch.key in _GROUPS_OF_OTHERS else list(_sample_values(kind))
     value = next(value for value in _choices(kind) if spell(value) == switch.value)
     return [[value] if typing.get_origin(_optional(kind)) is list else value]
 

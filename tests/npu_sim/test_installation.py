@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-COMMON = Path(__file__).parents[2] / "envs" / "npu_common"
+ROOT = Path(__file__).parents[2]
+COMMON = ROOT / "envs" / "npu_common"
 spec = importlib.util.spec_from_file_location("packages", COMMON / "packages.py")
 assert spec is not None and spec.loader is not None
 packages = sys.modules["packages"] = importlib.util.module_from_spec(spec)
@@ -89,3 +93,31 @@ def test_what_vllms_sources_need_to_build_is_installed_before_it(line: str, tmp_
     first = re.search(r"(?m)^pip_install --upgrade (.*) -c", text)
     assert first is not None
     assert {packages.name_of(need) for need in builds} - {"torch"} <= set(first[1].split())  # torch is step 2
+
+
+#: package of the record -> its name in the environment, and whether the names that our code uses are looked up
+RECORDED = {
+    "vllm_ascend": ("vllm-ascend", False),
+    "vllm": ("vllm", False),
+    "torch_npu": ("torch-npu", True),
+    "megatron": ("megatron-core", True),
+    "mindspeed": ("", True),
+}
+
+
+@pytest.mark.parametrize(
+    "package", [name if not RECORDED[name][1] else pytest.param(name, marks=pytest.mark.slow) for name in RECORDED]
+)
+def test_the_committed_record_of_a_package_is_what_the_installed_one_has(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "unit" / "npu"))
+    import contract
+
+    name, looks_up = RECORDED[package]
+    version, folder = importlib.metadata.version(name) if name else "core_r0.16.0", sysconfig.get_paths()["purelib"]
+    if not name:
+        folder = os.environ.get("MINDSPEED_SRC", "")
+        if not folder:
+            pytest.skip("MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0")
+    make = getattr(contract, f"record_{package}")
+    found = make(Path(folder), contract.names_of(package)) if looks_up else make(Path(folder))
+    assert found == json.loads(contract.PINNED.read_text())[package][version]

@@ -77,18 +77,38 @@ def average_keys(task: Path) -> list[str]:
     ]
 
 
-#: MindSpeed's swap of the optimizer's state, with a reference whose layers come from the host
-STATE = (*layout(1, swap_optimizer=True, stream_ref_weights=True), "+megatron_training.eval_temperature=1.0")
+#: where the state of the optimizer is: MindSpeed's swap with a streamed reference, or a share of it with the host's AdamW, a
+#: reference that follows the actor, and passes of few tokens
+STATES = {
+    "swapped": (*layout(1, swap_optimizer=True, stream_ref_weights=True), "+megatron_training.eval_temperature=1.0"),
+    "offloaded by a fraction": (
+        *layout(2, tensor=2, optimizer_offload_fraction=0.5),
+        "+rl_config.eval_greedy=false",
+        "+generate_config.sampling_config.presence_penalty=0.1",
+        "+generate_config.sampling_config.frequency_penalty=0.1",
+        "+rl_config.old_log_probs_fallback=trainer",
+        "rl_config.log_probs_diff_limit=auto",
+        "+rl_config.sync_ref_model=true",
+        "+rl_config.ref_model_sync_steps=1",
+        "+rl_config.use_dynamic_bsz=true",
+        "+rl_config.ref_max_packing_token_size=64",
+        "+rl_config.actor_max_packing_token_size=64",
+        "+rl_config.update_max_packing_token_size=64",
+        "+rl_config.ref_dynamic_max_batch_size=8",
+        "+rl_config.actor_dynamic_max_batch_size=8",
+        "+rl_config.update_dynamic_max_batch_size=8",
+    ),
+}
 
 
 def export(command: Command, name: str, iteration: int) -> dict[str, Tensor]:
     return load_file(command.folder / "save" / name / f"iter_{iteration:07d}" / "model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Command, list[str]]:
+@pytest.fixture(scope="module", params=STATES)
+def whole(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Command, list[str]]:
     """A run without an interruption, and its keys."""
-    keys = [*average_keys(task), *STATE]
+    keys = [*average_keys(task), *STATES[request.param]]
     return finished(task, tmp_path_factory.mktemp("whole"), *keys, timeout_s=LIMIT_S), keys
 
 
@@ -189,10 +209,10 @@ def test_the_module_of_transformers_samples_the_tokens_of_the_cpu(model: str) ->
 
 
 def test_a_model_plays_a_game_of_two_roles_against_itself(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import test_roles_run as cpu
+    from test_roles_run import HERE, ONE_PROCESS, keys_of
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(cpu.HERE), os.environ["PYTHONPATH"]]))
-    keys = [key for key in cpu.keys_of(task, tmp_path, "Duel") if key not in cpu.ONE_PROCESS]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]]))
+    keys = [key for key in keys_of(task, tmp_path, "Duel") if key not in ONE_PROCESS]
     # rows as long as the longest one
     keys += ["rl_config.use_remove_padding=false", "rl_config.use_prefix_grouper=false", "actor_config.lr=3e-4"]
     command = finished(task, tmp_path, *COMMON, *layout(2), *keys, timeout_s=LIMIT_S)

@@ -109,6 +109,14 @@ UNCHANGED: dict[str, Case] = {
         2,
         {"expert_model_parallel_size": 2, "moe_grouped_gemm": True},
     ),
+    "experts over all ranks of a tensor": Case(
+        "qwen3_moe",
+        {"moe_tp_extend_ep": True},
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        rel=_FP32,
+        bf16=False,
+    ),
     "experts gathered": Case(
         "qwen3_moe", {"moe_token_dispatcher_type": "allgather"}, 2, {"expert_model_parallel_size": 2}, rel=BF16
     ),
@@ -166,7 +174,13 @@ CHANGED: dict[str, Case] = {
     "muon": Case("qwen2", _MUON | {"muon_use_nesterov": True, "muon_scale_mode": "unit_rms_norm"}, rel=_FP32, bf16=False),
     "muon on two ranks": Case(
         "qwen2",
-        _MUON | {"muon_scale_mode": "shape_scaling", "muon_split_qkv": False, "muon_tp_mode": "blockwise"},
+        _MUON
+        | {
+            "muon_scale_mode": "shape_scaling",
+            "muon_extra_scale_factor": 0.5,
+            "muon_split_qkv": False,
+            "muon_tp_mode": "blockwise",
+        },
         2,
         {"tensor_model_parallel_size": 2},
         rel=_FP32,

@@ -162,6 +162,17 @@ def test_experts_of_rollouts_are_replayed_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_of_log_probs_are_replayed_in_the_updates(tmp_path: Path) -> None:
+    from tiny_task import make_other_task
+
+    task = make_other_task(tmp_path / "task", "qwen3-moe")
+    keys = ["+model.tiny_qwen25.num_experts=4", "rl_config.mini_batch_size=4", "rl_config.router_replay.mode=R2"]
+    command = finished(task, tmp_path / "command", *COMMON, *layout(1), *keys, timeout_s=LIMIT_S)
+    check(command)
+    assert all(0.8 < record["router/agreement"] <= 1.0 for record in command.metrics)
+
+
+@pytest.mark.slow
 def test_prediction_layers_train_in_a_command_that_resumes(tmp_path: Path) -> None:
     from test_prediction_run import predicting_task
 

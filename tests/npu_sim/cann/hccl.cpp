@@ -6,10 +6,13 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <fcntl.h>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <sched.h>
 #include <string>
 #include <sys/mman.h>
@@ -53,6 +56,7 @@ struct Communicator {
     Shared* shared;
     uint32_t size, rank;
     std::string name;
+    uint32_t buffer_mib;
     uint64_t sent[kMaxRanks] = {}, received[kMaxRanks] = {};
     Slot& mine() { return shared->slots[rank]; }
     std::string path() const { return std::string(sim::settings().run_dir) + "/" + name; }
@@ -62,6 +66,8 @@ struct Communicator {
 };
 
 uint32_t last_buffer_mib = 0;
+std::mutex table;
+std::map<std::string, Communicator*> by_name;  // of this process
 
 double now_s() {
     timespec time;
@@ -136,10 +142,17 @@ HcclResult read_peer(Communicator* comm, uint32_t rank, void* to, const void* fr
     return HCCL_SUCCESS;
 }
 
-HcclResult join(uint32_t size, const std::string& name, uint32_t rank, HcclComm* result) {
+// Of a communicator, or HCCL's for one that is made without a size of its own.
+uint32_t buffer_mib(const HcclCommConfig* config) {
+    if (config && config->hcclBufferSize != HCCL_COMM_BUFFSIZE_CONFIG_NOT_SET) return config->hcclBufferSize;
+    const char* given = getenv("HCCL_BUFFSIZE");
+    return given ? atoi(given) : 200;
+}
+
+HcclResult join(uint32_t size, const std::string& name, uint32_t rank, uint32_t buffer_mib, HcclComm* result) {
     if (size > kMaxRanks || rank >= size) return HCCL_E_PARA;
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
-    auto* comm = new Communicator{nullptr, size, rank, name};
+    auto* comm = new Communicator{nullptr, size, rank, name, buffer_mib};
     int file = open(comm->path().c_str(), O_RDWR | O_CREAT, 0600);
     if (file < 0 || ftruncate(file, sizeof(Shared))) {
         sim::complain("cannot create %s: %s", comm->path().c_str(), strerror(errno));
@@ -159,6 +172,8 @@ HcclResult join(uint32_t size, const std::string& name, uint32_t rank, HcclComm*
         return HCCL_E_TIMEOUT;
     }
     sim::trace("joined %s as rank %u of %u", name.c_str(), rank, size);
+    std::lock_guard<std::mutex> lock(table);
+    by_name[name] = comm;
     *result = comm;
     return HCCL_SUCCESS;
 }
@@ -264,22 +279,26 @@ SIM_API HcclResult HcclGetRootInfo(HcclRootInfo* info) {
     return HCCL_SUCCESS;
 }
 SIM_API HcclResult HcclCommInitRootInfo(uint32_t size, const HcclRootInfo* info, uint32_t rank, HcclComm* comm) {
-    return join(size, info->internal, rank, comm);
+    return join(size, info->internal, rank, buffer_mib(nullptr), comm);
 }
 SIM_API HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo* info, uint32_t rank, const HcclCommConfig* config,
                                               HcclComm* comm) {
     last_buffer_mib = config->hcclBufferSize;
-    return join(size, info->internal, rank, comm);
+    return join(size, info->internal, rank, buffer_mib(config), comm);
 }
 SIM_API HcclResult HcclCreateSubCommConfig(HcclComm* parent, uint32_t size, uint32_t* ranks, uint64_t id, uint32_t rank,
                                            HcclCommConfig* config, HcclComm* comm) {
     last_buffer_mib = config->hcclBufferSize;
     std::string name = static_cast<Communicator*>(*parent)->name + "_" + std::to_string(id);
     for (uint32_t i = 0; i < size; i++) name += "_" + std::to_string(ranks[i]);
-    return join(size, name, rank, comm);
+    return join(size, name, rank, buffer_mib(config), comm);
 }
 SIM_API HcclResult HcclCommDestroy(HcclComm handle) {
     auto* comm = static_cast<Communicator*>(handle);
+    {
+        std::lock_guard<std::mutex> lock(table);
+        by_name.erase(comm->name);
+    }
     munmap(comm->shared, sizeof(Shared));
     delete comm;
     return HCCL_SUCCESS;
@@ -288,6 +307,15 @@ SIM_API HcclResult HcclGetCommName(HcclComm comm, char* name) {
     snprintf(name, COMM_NAME_MAX_LENGTH, "%s", static_cast<Communicator*>(comm)->name.c_str());
     return HCCL_SUCCESS;
 }
+// Operators that exchange by themselves (MC2) know a communicator by its name.
+SIM_API HcclResult HcomGetCommHandleByGroup(const char* name, HcclComm* comm) {
+    std::lock_guard<std::mutex> lock(table);
+    auto found = by_name.find(name);
+    if (found == by_name.end()) return HCCL_E_PARA;
+    *comm = found->second;
+    return HCCL_SUCCESS;
+}
+SIM_API uint32_t npu_sim_buffer_mib(HcclComm comm) { return static_cast<Communicator*>(comm)->buffer_mib; }
 SIM_API HcclResult HcclGetCommAsyncError(HcclComm, HcclResult* error) {
     *error = HCCL_SUCCESS;
     return HCCL_SUCCESS;

@@ -64,6 +64,7 @@ MODELS = {
     "qwen2": QWEN2,
     "qwen2_yarn": QWEN2_YARN,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe_16": QWEN3_MOE | {"num_experts": 16},
     "deepseek3": DEEPSEEK3,
     "deepseek3_latent": DEEPSEEK3_LATENT,
     "deepseek3_dense": DEEPSEEK3_DENSE,

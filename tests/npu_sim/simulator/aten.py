@@ -97,6 +97,13 @@ def _matmul_backward(grad: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     return device_copy(grad_a.to(left.dtype), grad.device), device_copy(grad_b.to(right.dtype), grad.device)
 
 
+def _histc(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Counts in the type of the values, whole numbers too, which the CPU does not count."""
+    calls["aten::histc"] += 1
+    counts = torch.histc(cpu_view(values).float(), bins, min, max)
+    return device_copy(counts.to(values.dtype), values.device)
+
+
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """scaled_dot_product_attention by its mathematical decomposition (torch_npu sends it to a fused kernel)."""
     return torch.ops.aten._scaled_dot_product_attention_math(
@@ -123,6 +130,7 @@ def install() -> int:
         op = getattr(packet, overload or "default")
         _library.impl(op, _kernel(op, full_name), "PrivateUse1", allow_override=True)
         count += 1
+    _library.impl("histc", recorded("aten::histc", _histc), "PrivateUse1", allow_override=True)
     _library.impl("matmul_backward", recorded("aten::matmul_backward", _matmul_backward), "PrivateUse1", allow_override=True)
     one_hot = _kernel(torch.ops.aten.one_hot.default, "aten::one_hot")  # of whole numbers, which have no gradient
     for key in ("AutogradPrivateUse1", "PrivateUse1"):

@@ -8,7 +8,8 @@
 | `npu::npu_interleave_rope`, `npu::npu_transpose_batchmatmul` | the same |
 | `npu::npu_dynamic_quant`, `npu::npu_quant_matmul` | the aclnn kernels of int8 products |
 | `npu::npu_top_k_top_p` | the aclnn kernel of sampling from fewer tokens |
-| `npu::npu_grouped_matmul`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
+| `npu::npu_grouped_matmul`, `npu::npu_moe_token_permute`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
+| `npu::npu_moe_distribute_dispatch`, `npu::npu_moe_distribute_combine`, `_v2` of both | see `mc2` |
 | `atb::npu_paged_cache_load`, `npu::npu_attention_update` | the kernels of latent attention's chunks |
 | `_C_ascend::bgmv_*`, `_C_ascend::sgmv_*` | vllm-ascend's products with adapters |
 | `_C_ascend::moe_gating_top_k`, `_C_ascend::npu_moe_init_routing_custom` | vllm-ascend's own operators of experts |
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch
 
-from simulator import calls
+from simulator import calls, mc2
 from simulator.fused import Tensor, _kernel, _rms_norm, _rotary
 from simulator.graphs import recorded
 from simulator.memory import cpu_view, device_copy
@@ -402,12 +403,24 @@ def _token_unpermute(
     permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None = None, padded_mode: bool = False,
     restore_shape: list[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each token's weighted sum over its experts' rows."""
-    if probs is None or padded_mode:
-        raise RuntimeError("npu_moe_token_unpermute: without weights or with padding it is not simulated")
+    """Each token's weighted sum over its experts' rows; without weights, rows where they were before `_token_permute`."""
+    if padded_mode:
+        raise RuntimeError("npu_moe_token_unpermute: padding is not simulated")
+    if probs is None:
+        return permuted_tokens[sorted_indices.long()]
     rows = permuted_tokens[sorted_indices.long().clamp(0, len(permuted_tokens) - 1)].float()
     total = (rows.unflatten(0, probs.shape) * probs.float()[..., None]).sum(1)
     return total.to(permuted_tokens.dtype)
+
+
+def _token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows sorted by expert, one for each (token, choice), and where each went."""
+    if padded_mode or num_out_tokens not in (None, 0, indices.numel()):
+        raise RuntimeError("npu_moe_token_permute: padding and dropped tokens are not simulated")
+    order = indices.flatten().argsort(stable=True)
+    return tokens[order // (indices.numel() // max(len(tokens), 1) or 1)], order.argsort().int()
 
 
 def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **settings: Any) -> list[Tensor]:
@@ -510,6 +523,7 @@ KERNELS = {
     "npu_fused_infer_attention_score_v2": _infer_attention_v2,
     "npu_interleave_rope": _interleave_rope,
     "npu_transpose_batchmatmul": _transpose_batchmatmul,
+    "npu_moe_token_permute": _token_permute,
     "npu_moe_token_unpermute": _token_unpermute,
     "npu_grouped_matmul": _grouped_matmul,
 }
@@ -658,7 +672,7 @@ def install() -> None:
         atb.impl(name, recorded(f"atb::{name}", function), "PrivateUse1")
         setattr(_atb_ops.ATB_MODULE, name, getattr(torch.ops.atb, name))
     npu = torch.library.Library("npu", "IMPL")
-    for name, function in KERNELS.items():
+    for name, function in (KERNELS | mc2.KERNELS).items():
         npu.impl(getattr(torch.ops.npu, name).default, _kernel(name, function), "PrivateUse1", allow_override=True)
     cached = torch.ops.npu.npu_kv_rmsnorm_rope_cache.default
     write = recorded("npu::npu_kv_rmsnorm_rope_cache", _kv_rmsnorm_rope_cache)

@@ -418,13 +418,15 @@ def _fields(node: ast.AST) -> list[str]:
 
 
 def record_vllm(folder: Path) -> dict[str, object]:
-    """How one vLLM places a replica among those that share experts, where an external launcher made the processes."""
+    """How one vLLM places a replica among those that share experts that an external launcher made; its forms of penalties."""
     parallel = (folder / "vllm" / "config" / "parallel.py").read_text()
     engine = (folder / "vllm" / "v1" / "engine" / "llm_engine.py").read_text()
     variables = (folder / "vllm" / "envs.py").read_text()
+    operators = (folder / "vllm" / "_custom_ops.py").read_text()
     return {
         "environment": sorted(set(re.findall(r"\"(VLLM_DP_\w+|VLLM_BATCH_INVARIANT)\":", variables))),
         "placed_by": dict(re.findall(r"self\.(data_parallel_\w+) = envs\.(VLLM_DP_\w+)", parallel)),
+        "penalties": sorted(re.findall(r"^def (apply_repetition_penalties\w*)\(", operators, re.M)),
         "keeps_replicas_in_step": "external_launcher_dp" in engine and "execute_dummy_batch" in engine,
     }
 

@@ -176,6 +176,11 @@ def test_vllm_takes_a_replicas_place_from_the_variables_that_the_layout_sets() -
         assert placed == said and names["keeps_replicas_in_step"], version
 
 
+def test_vllm_has_a_form_of_penalties_for_any_device() -> None:
+    for version, names in RECORD["vllm"].items():
+        assert {"apply_repetition_penalties", "apply_repetition_penalties_torch"} <= set(names["penalties"]), version
+
+
 def test_variables_of_the_environment_are_read_by_the_libraries_they_belong_to() -> None:
     names = {contract.VARIABLE + name for name in OF_TORCH_NPU}
     for version, offered_names in RECORD["torch_npu"].items():

@@ -15,23 +15,21 @@ switches = sys.modules["npu_switches"] = importlib.util.module_from_spec(SPEC)  
 SPEC.loader.exec_module(switches)
 
 
-_NOT_RUN = "no command on the simulator sets it yet; it decides which passes there are, not what a kernel computes"
+_NOT_FINISHED = "a run of it was written and not finished"
 _SLICES = "the kernels of context parallelism in groups of fewer ranks; no run of four ranks on the simulator sets it yet"
-_CUT_OFFS = "vLLM's own operations on logits; no command on the simulator sets it yet"
+_CUT_OFFS = "the kernel of top_k and top_p, which a run of the engine has; no command on the simulator sets it yet"
 #: switches that no simulated run takes yet -> the reason; an entry that has a run, or that is refused, must go
 OPEN: dict[str, str] = {
-    "rl_config.ref_dynamic_max_batch_size: set": _NOT_RUN,
-    "rl_config.actor_dynamic_max_batch_size: set": _NOT_RUN,
-    "rl_config.update_dynamic_max_batch_size: set": _NOT_RUN,
-    "rl_config.old_log_probs_fallback: trainer": _NOT_RUN,
-    "rl_config.sync_ref_model: true": "copies of weights into the reference; no command on the simulator sets it yet",
-    "rl_config.eval_greedy: false": _NOT_RUN,
+    "actor_config.engine: fsdp": _NOT_FINISHED,
     "actor_config.dynamic_context_parallel: true": _SLICES,
     "actor_config.min_dynamic_context_parallel_size: set": _SLICES,
     "actor_config.eval_top_p: set": _CUT_OFFS,
     "actor_config.eval_top_k: set": _CUT_OFFS,
-    "sampling_config.presence_penalty: set": "vLLM's own operations on logits; no command on the simulator sets it yet",
-    "sampling_config.frequency_penalty: set": "vLLM's own operations on logits; no command on the simulator sets it yet",
+    "generate_config.engine_kwargs: set": _NOT_FINISHED,
+    "generate_config.additional_config: set": _NOT_FINISHED,
+    "sampling_config.repetition_penalty: set": _NOT_FINISHED,
+    "sampling_config.structured_output: set": _NOT_FINISHED,
+    "sampling_config.ignore_eos: true": _NOT_FINISHED,
 }
 
 
@@ -51,11 +49,14 @@ def test_the_switches_are_read_from_the_code() -> None:
     # of the features beside the algorithm: averages, recorded log-probs, engines, the service
     assert {("ema_decay", "set"), ("old_log_probs", "rollout"), ("engine", "transformers")} <= listed
     assert {("stop_token_ids", "set"), ("sync_ref_model", "true"), ("sampler_ema_decay", "set")} <= listed
+    # what leaves nothing out by default, what a property of the group reads, what servers and responses read
+    assert {("top_k", "set"), ("top_p", "set"), ("repetition_penalty", "set"), ("ignore_eos", "true")} <= listed
+    assert {("structured_output", "set"), ("agent_loop", "set"), ("moe_tp_extend_ep", "true"), ("engine", "fsdp")} <= listed
     # a size of the model, a default, a number, a key of another platform, one of the host
     assert not {"hidden_size", "lr", "kv_cache_memory_gib", "deterministic", "keep_last"} & {key for key, _ in listed}
     assert ("bf16", "true") not in listed
     keys = {name for group in switches.GROUPS.values() for name in list_keys(group)}
-    assert switches.ON_HOST.keys() <= keys and {key for key, _ in listed} <= keys
+    assert {name.rpartition(".")[2] for name in switches.ON_HOST} <= keys and {key for key, _ in listed} <= keys
 
 
 def test_runs_are_found_through_the_names_that_a_test_uses() -> None:
@@ -65,6 +66,13 @@ def test_runs_are_found_through_the_names_that_a_test_uses() -> None:
     assert "test_training.py::test_grpo_runs_as_a_command" in swapped
     assert ("swap_optimizer", "never") not in runs
     assert switches.find_runs(switches.Switch("actor_config", "no_such_key", "true")) == ()
+
+
+def test_a_refusal_is_of_the_value_and_not_of_the_run_file_around_it() -> None:
+    taken = [("actor_config", "engine", "fsdp"), ("rl_config", "trainer_mode", "async")]
+    taken += [("rl_config", "router_replay", "mode=R2"), ("sampling_config", "structured_output", "set")]
+    taken += [("generate_config", name, "set") for name in ("engine_kwargs", "additional_config")]
+    assert [name for name in taken if switches.find_refusal(switches.Switch(*name)) is not None] == []
 
 
 def test_refusals_are_the_rules_own() -> None:

@@ -341,13 +341,23 @@ def test_expert_weights_in_a_layout_of_another_release_stop_the_run() -> None:
     ("environment", "named"),
     [
         ({}, "VLLM_ASCEND_ENABLE_NZ: 1"),
-        ({"VLLM_ASCEND_ENABLE_NZ": "0", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments: True"}, "PYTORCH_NPU_ALLOC_CONF"),
         ({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1"}, "VLLM_ASCEND_ENABLE_FUSED_MC2"),
     ],
 )
 def test_an_environment_that_breaks_weight_updates_is_refused(environment: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         vllm_ascend.check_environment(environment)
+
+
+def test_expandable_segments_are_refused_where_an_engine_is_built_and_left_to_its_own_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "0")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(ValueError, match="PYTORCH_NPU_ALLOC_CONF: .* cannot be combined with the rollout engine's sleep mode"):
+        vllm_ascend.VllmAscendHooks((0, 23)).engine_arguments(GenerateConfig())
+    vllm_ascend.apply()  # the process of a server's engine, where vllm-ascend has set it
 
 
 def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,6 +373,9 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     for name in ("vllm_ascend", "vllm_ascend.sample"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, sampler.__name__, sampler)
+    operators: Any = types.ModuleType("vllm._custom_ops")
+    operators.apply_repetition_penalties, operators.apply_repetition_penalties_torch = "of CUDA", "of torch"
+    monkeypatch.setitem(sys.modules, operators.__name__, operators)
     drafts = types.ModuleType("vllm_ascend.spec_decode.llm_base_proposer")
     drafts.AscendSpecDecodeBaseProposer = Proposer  # type: ignore[attr-defined]
     for name in ("vllm_ascend.spec_decode", drafts.__name__):
@@ -381,6 +394,7 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     proposer._maybe_share_lm_head(policy)
     assert proposer.model["layers"][1].shared_head.head is not policy.lm_head and proposer.joined == 1
     assert rotary.find_spec("flash_attn") is None
+    assert operators.apply_repetition_penalties == "of torch"
     # experts 0 and 2 are on the first device, 1 and 3 on the second; each finds its own at their places
     places = torch.tensor([0, 2, 1, 3])
     for experts, expected in (([0, -1, 1, -1], [0, 1, -1, -1]), ([-1, 0, -1, 1], [-1, -1, 0, 1])):
