@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import cv2
 import numpy as np
+
+sys.path.append(str(Path(__file__).parent / "unit" / "data"))
 from vision_folder import make_folder
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")

@@ -38,6 +38,7 @@ from mindspeed_rl.data.videos import (
     Clip,
     VideoError,
     VideoRules,
+    VideoSource,
     decode,
     has_source,
     make_source,
@@ -60,8 +61,8 @@ TAG = "<image>"
 _COLUMNS = ("images", "image")
 _STORED = re.compile(r"(?P<path>.+)#(?P<offset>\d+)\+(?P<size>\d+)")
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,")
-#: beginning of the reference of a clip that is its bytes
-_CLIP_DATA = "data:image/x-clip;base64,"
+#: beginnings of the reference of a clip that is its bytes, and of a video that is decoded once the model is known
+_CLIP_DATA, _SOURCE_DATA = "data:image/x-clip;base64,", "data:video/x-source;json,"
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 #: keys of a part of a message, or of an image that is an object, in the order in which they are read
 _SOURCES = ("bytes", "image_url", "image", "url", "path", "base64", "data")
@@ -526,7 +527,12 @@ def is_video(reference: str) -> bool:
     Raises:
         ImageError: it cannot be read.
     """
-    return reference.startswith(_CLIP_DATA) or isinstance(_read_size(reference), Clip)
+    return reference.startswith((_CLIP_DATA, _SOURCE_DATA)) or isinstance(_read_size(reference), Clip)
+
+
+def count_videos(references: Iterable[str]) -> int:
+    """Return the number of videos among images and videos."""
+    return sum(map(is_video, references))
 
 
 def open_frames(reference: str) -> list[Image]:
@@ -556,8 +562,14 @@ def check_images(references: Iterable[str]) -> None:
 
 
 def make_data_url(reference: str) -> str:
-    """Return an image as a data: URL that names its format, for programs that do not read references."""
+    """Return an image as a data: URL that names its format, for programs that do not read references.
+
+    Raises:
+        VideoError: it is a video.
+    """
     with _open(reference) as image:
+        if read_clip(image) is not None:
+            raise VideoError("has a video, which programs of agents do not get; use images, or an agent loop in the workers")
         kind = (image.format or "png").lower()
     return f"data:image/{kind};base64,{base64.b64encode(read_image(reference)).decode()}"
 
@@ -711,9 +723,6 @@ class ImageReader:
         changed: Row = {**row, **{name: self._mark(row[name], marked) for name in dict.fromkeys(names)}}
         changed = ArrowRow(changed) if isinstance(row, ArrowRow) else changed
         images, videos = _match(marked.images, images, "image"), _match(marked.videos, videos, "video")
-        if videos and not self.video_marker:
-            assert self.rules is not None
-            raise VideoError(f"has a video, and the model in {self.rules.folder} reads none; give some of its frames as images")
         references = (*(make_reference(value, self.folder) for value in images), *map(self.read_video, videos))
         return changed, references
 
@@ -723,9 +732,24 @@ class ImageReader:
         Raises:
             VideoError: it cannot be read.
         """
-        if self.rules is None or self.rules.video is None:
-            raise VideoError("has a video, which is not read here")
         source = make_source(value, self.folder, lambda image: make_reference(image, self.folder))
+        return _SOURCE_DATA + source.to_text() if self.rules is None else self._decode(source)
+
+    def decode_videos(self, references: Iterable[str]) -> tuple[str, ...]:
+        """Return references in which videos that a reader without rules has read are clips.
+
+        Raises:
+            VideoError: one cannot be decoded, or the model reads no videos.
+        """
+        return tuple(
+            self._decode(VideoSource.from_text(one.removeprefix(_SOURCE_DATA))) if one.startswith(_SOURCE_DATA) else one
+            for one in references
+        )
+
+    def _decode(self, source: VideoSource) -> str:
+        assert self.rules is not None
+        if self.rules.video is None:
+            raise VideoError(f"has a video, and the model in {self.rules.folder} reads none; give some of its frames as images")
         return _CLIP_DATA + base64.b64encode(decode(source, self.rules.video, open_image)).decode()
 
     def _mark(self, value: Any, marked: _MarkedParts) -> Any:
@@ -764,8 +788,8 @@ class ImageReader:
         Raises:
             ImageError: the text has places for another number of images or videos, or an answer has one.
         """
-        videos = [one for one in references if one.startswith(_CLIP_DATA)]
-        images = [one for one in references if not one.startswith(_CLIP_DATA)]
+        videos = [one for one in references if one.startswith((_CLIP_DATA, _SOURCE_DATA))]
+        images = [one for one in references if not one.startswith((_CLIP_DATA, _SOURCE_DATA))]
         markers = (self.marker, *filter(None, [self.video_marker]))
         messages = list(conversation.messages)
         for marker, kind in zip(markers, ("an image", "a video")):

@@ -321,6 +321,19 @@ class VideoSource:
     rate: float | None = None
     count: int | None = None
 
+    def to_text(self) -> str:
+        """Return the source as JSON, which `from_text` reads."""
+        place = {"base64": base64.b64encode(self.place).decode()} if isinstance(self.place, bytes) else self.place
+        return json.dumps([place, self.rate, self.count])
+
+    @classmethod
+    def from_text(cls, text: str) -> VideoSource:
+        """Return the source of `to_text`."""
+        place, rate, count = json.loads(text)
+        if isinstance(place, dict):
+            return cls(base64.b64decode(place["base64"]), rate, count)
+        return cls(tuple(place) if isinstance(place, list) else place, rate, count)
+
     @property
     def name(self) -> str:
         """Name in messages."""

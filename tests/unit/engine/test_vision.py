@@ -143,7 +143,7 @@ def test_a_video_takes_the_runs_of_its_own_token_and_its_time_counts_in_steps() 
     with pytest.raises(ValueError, match="no run of as many tokens 121 follows"):
         find_images(ids, (image, video, NoiseVideo(6, 2, 2, 2, 1.0)), vision)
     positions = compute_axis_positions(len(ids), [2, 17], (image, video), vision)
-    # the image begins at 2, has 3 x 4 tokens and ends at 6; then END, 6, START; so the video begins at 9, and text goes on at 11
+    # the image begins at 2 and has 3 x 4 tokens; END, 6 and START are at 6 to 8, the video begins at 9, text goes on at 11
     assert positions[0, 17:29].tolist() == [9] * 4 + [11] * 4 + [14] * 4  # 9 + 2.8 = 11.8, 9 + 5.6 = 14.6
     assert positions[1, 17:29].tolist() == [9, 9, 10, 10] * 3 and positions[2, 17:29].tolist() == [9, 10] * 6
     assert positions[:, 29:32].tolist() == [[11, 12, 13]] * 3
