@@ -522,12 +522,15 @@ def _read_size(reference: str) -> tuple[int, int] | Clip:
 
 
 def is_video(reference: str) -> bool:
-    """Return True for the reference of a video.
+    """Return True for the reference of a video of a row, or of a clip in a file.
 
     Raises:
         ImageError: it cannot be read.
     """
-    return reference.startswith((_CLIP_DATA, _SOURCE_DATA)) or isinstance(_read_size(reference), Clip)
+    if reference.startswith((_CLIP_DATA, _SOURCE_DATA)):
+        return True
+    # bytes of an image that a row has itself are not decoded for this
+    return not is_embedded(reference) and isinstance(_read_size(reference), Clip)
 
 
 def count_videos(references: Iterable[str]) -> int:
@@ -1065,7 +1068,7 @@ class StoredImages:
         return list_parts(self.row(index))
 
 
-def describe_images(rules: ImageRules, rows: Iterable[Iterable[Grid]]) -> str:
+def describe_images(rules: ImageRules, rows: Sequence[Sequence[Grid]]) -> str:
     """Return a line with the tokens of the images of some rows, and the limits.
 
     Args:
@@ -1074,6 +1077,8 @@ def describe_images(rules: ImageRules, rows: Iterable[Iterable[Grid]]) -> str:
     """
     counts = ["+".join(str(abs(rules.count_tokens(grid))) for grid in row) or "none" for row in rows]
     limits = f"a token is {rules.factor} x {rules.factor} pixels, an image {rules.min_pixels} to {rules.max_pixels}"
+    if rules.video is not None and any(abs(grid[0]) > 1 for row in rows for grid in row):
+        limits += f"; videos: {rules.video.describe()}"
     return f"tokens of images in the first {len(counts)} rows: {', '.join(counts)} ({limits})"
 
 

@@ -35,7 +35,7 @@ VIDEO_COLUMNS = ("videos", "video")
 #: types of the parts of a message
 VIDEO_PARTS = ("video", "video_url", "input_video")
 #: keys of a part of a message, or of a video that is an object, in the order in which they are read
-_SOURCES = ("video", "video_url", "url", "path", "bytes", "base64", "data", "frames")
+_SOURCES = ("bytes", "video", "video_url", "url", "path", "base64", "data", "frames")
 #: further keys of such an object: the rate or number of frames, by the names of transformers and qwen-vl-utils
 _RATES, _COUNTS = ("fps", "sample_fps"), ("num_frames", "nframes")
 _KNOWN = ("type", *_SOURCES, *_RATES, *_COUNTS)
@@ -117,6 +117,7 @@ class VideoRules:
         frame_pixels: with `sums_frames`, most pixels of a frame, on average; else of all frames; None: no such limit.
         min_frames, max_frames: limits of the sampled frames.
         fps: sampled frames per second.
+        num_frames: sampled frames, in place of a rate; None: by the rate.
         token_id: id of a video's tokens.
         frame: ids of the tokens before and after them.
         tokens_per_second: positions in time of a second.
@@ -134,29 +135,25 @@ class VideoRules:
     min_frames: int
     max_frames: int
     fps: float
+    num_frames: int | None
     token_id: int
     frame: tuple[int, int]
     tokens_per_second: float
 
     @classmethod
     def read(cls, folder: Path, config: Mapping[str, Any]) -> VideoRules | None:
-        """Read the rules of a model; None for one that reads no videos here.
+        """Read the rules of a model; None for one that reads no videos here, as its processor has other settings.
 
         Args:
             config: its config.json.
-
-        Raises:
-            ValueError: the processor has a setting that is not supported.
         """
         family = _FAMILIES.get(str(config.get("model_type")))
         processor = _read_processor(folder)
         if family is None or "video_token_id" not in config or "patch_size" not in processor:
             return None
-        found = processor.get("video_processor_type", family.processor)
-        if found.removesuffix("Fast") != family.processor:
-            raise ValueError(f"{folder}: video_processor_type {found!r} is unknown for this model; it is {family.processor}")
-        if processor.get("resample", _BICUBIC) != _BICUBIC or not processor.get("do_resize", True):
-            raise ValueError(f"{folder}: the processor of videos has another resampling than bicubic, which is not supported")
+        is_known = processor.get("video_processor_type", family.processor) == family.processor
+        if not is_known or processor.get("resample", _BICUBIC) != _BICUBIC or not processor.get("do_resize", True):
+            return None
         size = processor.get("size") or {}
         limits = [size.get(name) for name in ("shortest_edge", "longest_edge")]
         if not family.sums_frames:  # the older names take the place of the newer ones in this class
@@ -181,13 +178,18 @@ class VideoRules:
             min_frames=processor.get("min_frames") or 4,
             max_frames=processor.get("max_frames") or 768,
             fps=float(processor.get("fps") or _DEFAULT_FPS),
+            num_frames=processor.get("num_frames"),
             token_id=config["video_token_id"],
             frame=(config["vision_start_token_id"], config["vision_end_token_id"]),
             tokens_per_second=float(config["vision_config"].get("tokens_per_second", family.tokens_per_second)),
         )
-        if not 0 < rules.min_pixels <= rules.max_pixels or rules.max_pixels < unit:
-            raise ValueError(f"{folder}: the processor of videos has {low} to {high} pixels, which leaves no size of a frame")
-        return rules
+        return rules if 0 < rules.min_pixels <= rules.max_pixels and rules.max_pixels >= unit else None
+
+    def describe(self) -> str:
+        """Return rate and limits as a phrase."""
+        of = "all frames" if self.sums_frames else "a frame"
+        limits = f"{self.min_frames} to {self.max_frames} of them, {self.min_pixels} to {self.max_pixels} pixels of {of}"
+        return f"{self.fps:g} frames per second, {limits}"
 
     @property
     def factor(self) -> int:
@@ -207,12 +209,13 @@ class VideoRules:
         """
         if num_frames < self.temporal_patch_size:
             raise VideoError(f"has a video of {num_frames} frames; the model reads {self.temporal_patch_size} or more")
+        count = self.num_frames if rate is None and count is None else count
+        rate = self.fps if rate is None else rate
         if count is not None and not self.temporal_patch_size <= count <= min(num_frames, self.max_frames):
             raise VideoError(
                 f"samples {count} frames of a video with {num_frames}; give {self.temporal_patch_size} to"
                 f" {min(num_frames, self.max_frames)} (max_frames of the processor: {self.max_frames})"
             )
-        rate = self.fps if rate is None else rate
         if self.sums_frames:
             if count is None:
                 count = min(max(int(num_frames / fps * rate), self.min_frames), self.max_frames, num_frames)
@@ -361,12 +364,12 @@ def make_source(value: object, folder: str | None, make_frame: Callable[[object]
     if not isinstance(value, Mapping):
         return VideoSource(_make_place(value, folder, make_frame))
     given = {name: item for name, item in value.items() if item is not None}
-    if unknown := sorted(set(given) - set(_KNOWN)):
-        raise VideoError(f"has a video with {unknown[0]!r}, which is not read; a video has one of {', '.join(_KNOWN[1:])}")
     source = next((given[name] for name in _SOURCES if name in given), None)
     if isinstance(source, Mapping):  # OpenAI's form has an object in the part
-        given |= source
+        given |= {name: item for name, item in source.items() if item is not None}
         source = next((source[name] for name in _SOURCES if source.get(name) is not None), None)
+    if unknown := sorted(set(map(str, given)) - set(_KNOWN)):
+        raise VideoError(f"has a video with {unknown[0]!r}, which is not read; a video has one of {', '.join(_KNOWN[1:])}")
     rates, counts = ([given[name] for name in names if name in given] for names in (_RATES, _COUNTS))
     if len(rates) + len(counts) > 1:
         raise VideoError("has a video with several of fps, sample_fps, num_frames and nframes; give one of them")
