@@ -170,7 +170,7 @@ class ImageRules:
             token_id=config["image_token_id"],
             frame=(config["vision_start_token_id"], config["vision_end_token_id"]),
             own_limits=min_pixels is None and max_pixels is None,
-            video=VideoRules.read(folder, config),
+            video=VideoRules.read(folder, config, processor),
         )
         if not rules.factor**2 <= rules.max_pixels or not 0 < rules.min_pixels <= rules.max_pixels:
             raise ValueError(

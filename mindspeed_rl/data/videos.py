@@ -51,6 +51,10 @@ _DEFAULT_FPS = 2.0
 _BICUBIC = 3
 
 
+#: mean and deviation of pixels of the class of images of all these models, where its file has none
+_CLIP_COLOURS = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
 class VideoError(MalformedRowError):
     """A video that cannot be read, or is of a size, rate or place that is not supported."""
 
@@ -65,6 +69,7 @@ class _Family:
         sums_frames: the pixels are those of all frames together.
         has_timestamps: each pair of frames is an image of its own in the prompt, after its time as text.
         tokens_per_second: positions in time of a second where config.json does not give them.
+        colours: mean and deviation of pixels.
     """
 
     processor: str
@@ -72,6 +77,7 @@ class _Family:
     sums_frames: bool
     has_timestamps: bool
     tokens_per_second: int = 1
+    colours: tuple[tuple[float, ...], tuple[float, ...]] = ((0.5,) * 3, (0.5,) * 3)
 
 
 _QWEN2 = _Family(
@@ -80,6 +86,7 @@ _QWEN2 = _Family(
     sums_frames=False,
     has_timestamps=False,
     tokens_per_second=4,
+    colours=_CLIP_COLOURS,
 )
 _QWEN3 = _Family("Qwen3VLVideoProcessor", (128 * 32 * 32, 768 * 32 * 32), sums_frames=True, has_timestamps=True)
 _FAMILIES = {"qwen2_5_vl": _QWEN2, "qwen3_vl": _QWEN3, "qwen3_vl_moe": _QWEN3, "qwen3_5": _QWEN3, "qwen3_5_moe": _QWEN3}
@@ -118,6 +125,7 @@ class VideoRules:
         min_frames, max_frames: limits of the sampled frames.
         fps: sampled frames per second.
         num_frames: sampled frames, in place of a rate; None: by the rate.
+        normalizes_as_images: pixels have the mean and deviation of images, as engines need it.
         token_id: id of a video's tokens.
         frame: ids of the tokens before and after them.
         tokens_per_second: positions in time of a second.
@@ -136,16 +144,18 @@ class VideoRules:
     max_frames: int
     fps: float
     num_frames: int | None
+    normalizes_as_images: bool
     token_id: int
     frame: tuple[int, int]
     tokens_per_second: float
 
     @classmethod
-    def read(cls, folder: Path, config: Mapping[str, Any]) -> VideoRules | None:
+    def read(cls, folder: Path, config: Mapping[str, Any], images: Mapping[str, Any]) -> VideoRules | None:
         """Read the rules of a model; None for one that reads no videos here, as its processor has other settings.
 
         Args:
             config: its config.json.
+            images: settings of the processor of images.
         """
         family = _FAMILIES.get(str(config.get("model_type")))
         processor = _read_processor(folder)
@@ -179,6 +189,10 @@ class VideoRules:
             max_frames=processor.get("max_frames") or 768,
             fps=float(processor.get("fps") or _DEFAULT_FPS),
             num_frames=processor.get("num_frames"),
+            normalizes_as_images=all(
+                list(processor.get(name, of_videos)) == list(images.get(name, of_images))
+                for name, of_images, of_videos in zip(("image_mean", "image_std"), _CLIP_COLOURS, family.colours)
+            ),
             token_id=config["video_token_id"],
             frame=(config["vision_start_token_id"], config["vision_end_token_id"]),
             tokens_per_second=float(config["vision_config"].get("tokens_per_second", family.tokens_per_second)),
@@ -382,7 +396,7 @@ def make_source(value: object, folder: str | None, make_frame: Callable[[object]
     place = _make_place(source, folder, make_frame)
     if isinstance(place, tuple) and counts:
         raise VideoError("has a video of images with num_frames; all its images are read")
-    return VideoSource(place, *map(float, rates), **({"count": counts[0]} if counts else {}))
+    return VideoSource(place, float(rates[0]) if rates else None, counts[0] if counts else None)
 
 
 def _make_place(value: object, folder: str | None, make_frame: Callable[[object], str]) -> str | bytes | tuple[str, ...]:

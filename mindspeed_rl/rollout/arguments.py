@@ -116,6 +116,12 @@ def _image_arguments(config: GenerateConfig, image_rules: ImageRules) -> EngineA
         # else it starts by encoding images of the largest size, to measure memory that is configured here
         "skip_mm_profiling": True,
     }
+    video = image_rules.video
+    if config.limit_mm_video_per_prompt and video is not None and not video.normalizes_as_images:
+        raise ValueError(
+            f"{video.folder}: the processors of images and videos have different image_mean or image_std, and vLLM normalizes"
+            " both alike; give video_preprocessor_config.json those of preprocessor_config.json"
+        )
     if not image_rules.own_limits:
         low, high = image_rules.min_pixels, image_rules.max_pixels
         arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": low, "longest_edge": high}}
