@@ -341,7 +341,7 @@ class UnpairedHandler(_AnswerHandler):
         if desirable is None:
             raise MalformedRowError(f"column {self.map['label']!r} must be true or false, not {value!r}")
         conversation = self.place_images(conversation, images)
-        return Draft((self.render_answers(conversation),), desirable, images=images)
+        return Draft((self.render_answers(conversation),), desirable, images=conversation.images)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         turns, images = self.expand_images(draft, encoded[0])
