@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.data.prompts import PromptItem
@@ -17,6 +18,7 @@ from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport, add_drafts
+from mindspeed_rl.workers.opponent_pool import OpponentPool
 from mindspeed_rl.workers.rollout_replica import RolloutReplica
 from mindspeed_rl.workers.trainer_worker import ActorPhases
 
@@ -41,6 +43,11 @@ class ActorWorker(ActorPhases):
         settings = LoraSettings.from_config(run.config.actor_config)
         if settings is not None and run.generate.lora_push == "adapter":
             self._adapters = AdapterFolder(self.actor.model, settings, str(self.source.hf_folder))
+        if run.rl.opponents.roles:
+            device = next(self.actor.model.models[0].parameters()).device
+            self.rollout.opponents = pool = OpponentPool(run.rl.opponents, run.config.actor_config.save, device)
+            if iteration := self.resumed_state().get("iteration", 0):
+                pool.restore(Path(self.source.weights), iteration)
         self.actor.restore_random()
 
     def resident_bytes(self) -> Mapping[str, int]:
@@ -80,7 +87,7 @@ class ActorWorker(ActorPhases):
         with self.memory.exchange():
             self.rollout.engine.restore_memory("weights")
         with self.actor.averaged() if average else nullcontext():
-            num_proven = self.rollout.load(self.actor.stream, version, self._adapters)
+            num_proven = self.rollout.load(self.actor.stream, version, self._adapters, is_average=average)
         self.offload_all()
         # only now: the actor's weights were in the memory of the cache
         with self.memory.exchange():

@@ -115,7 +115,7 @@ _FSDP = _EngineLimits(
         "ddp_bucket_size": "a layer is a bucket",
         "padded_vocab_size": "its embedding has the rows of config.json",
         "sequence_parallel": _SHARDS,
-        "context_parallel_algo": _SHARDS,
+        **dict.fromkeys("context_parallel_algo dynamic_context_parallel min_dynamic_context_parallel_size".split(), _SHARDS),
         "optimizer_offload_path": "it has no file of optimizer states",
         "swap_optimizer_times": "a swapped optimizer comes to the device in one part",
         "hccl_group_buffer": "its one group has rl_config.hccl_buffersize",

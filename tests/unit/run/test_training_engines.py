@@ -26,8 +26,8 @@ _READ = set(
     "fp32_lm_head stage model global_batch_size micro_batch_size train_iters train_epochs seq_length seed bf16 "
     "npu_deterministic threads_per_worker "
     "deterministic ai_framework log_interval device_hour_price eval_iters eval_interval skip_train "
-    "eval_max_tokens eval_metric eval_n_samples eval_patience eval_sets eval_target eval_temperature eval_verifier "
-    "keep_best".split()
+    "eval_max_tokens eval_metric eval_n_samples eval_patience eval_sets eval_target eval_temperature eval_top_k eval_top_p "
+    "eval_verifier keep_best".split()
 )
 
 
