@@ -23,7 +23,7 @@ from mindspeed_rl.importers.shell.variables import NAME, Scope, Variable
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([^\]=]+)\])?(\+?)=(.*)", re.DOTALL)
 _PAIRS = re.compile(r"\[([^\]]*)\]=((?:\"[^\"]*\"|'[^']*'|[^\s)])*)")
 #: text that stands for a value which the user writes, such as "your model ckpt path"
-_PLACEHOLDER = re.compile(r"<?your(?:[ _-]\w+){1,6}>?")
+_PLACEHOLDER = re.compile(r"<?your(?:[ _-][\w.]+){1,6}>?")
 _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 #: loops over more items, and scripts that run more others, than any script means
