@@ -109,8 +109,8 @@ def save_processor(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | extra))
     size = {"shortest_edge": 28 * 28, "longest_edge": SIDE**2}
     sizes = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "size": size}
+    sizes |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # pixels between -1 and 1
     image = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor", **sizes}
-    image |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # pixels between -1 and 1
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
     video = {"video_processor_type": "Qwen2VLVideoProcessor", **sizes}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video))

@@ -56,6 +56,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
         "mindspeed_rl.adaptors.vllm_head_adapters",
+        "mindspeed_rl.adaptors.vllm_video_positions",
     ),
     ("npu", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
@@ -73,6 +74,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
         "mindspeed_rl.adaptors.vllm_head_adapters",
+        "mindspeed_rl.adaptors.vllm_video_positions",
     ),
     ("cuda", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
@@ -90,6 +92,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
         "mindspeed_rl.adaptors.vllm_head_adapters",
+        "mindspeed_rl.adaptors.vllm_video_positions",
     ),
 }
 

@@ -25,7 +25,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from mindspeed_rl.adaptors import torchvision_cpu
+from mindspeed_rl.adaptors import torchvision_cpu, vllm_video_positions
 
 #: classes of text models, all of vLLM's module `qwen3_5`; then for images, for which this process has torchvision itself
 _CLASSES = (
@@ -97,6 +97,7 @@ def _prepare_target(module: str, name: str) -> object:
     """Return a function by its name, in a new process: the first thing that is unpickled there."""
     torchvision_cpu.apply()
     apply()  # its workers are new processes too
+    vllm_video_positions.apply()
     return operator.attrgetter(name)(importlib.import_module(module))
 
 

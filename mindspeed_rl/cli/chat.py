@@ -25,7 +25,7 @@ from mindspeed_rl.observability.logging import clean_text
 
 _DESCRIPTION = (
     "Talk with a model. /exit (q, quit, exit) ends; /new (new, clear) forgets the conversation; /history shows it; "
-    "/image FILE adds an image to the next question; "
+    "/image FILE and /video FILE add an image or a video to the next question; "
     "Ctrl-C ends a response."
 )
 
@@ -64,7 +64,7 @@ def _chat(argv: list[str]) -> int:
     history = History(session.prompt_format, args.system_prompt, args.history_turns, length - args.max_new_tokens)
     with (
         open_agents(session, args) as agents,
-        running_engine(session, max_model_len=length, max_images=MAX_IMAGES, agents=agents) as engine,
+        running_engine(session, max_model_len=length, max_images=MAX_IMAGES, max_videos=MAX_IMAGES, agents=agents) as engine,
     ):
         print_status(_DESCRIPTION)
         run_chat(

@@ -28,9 +28,10 @@ from mindspeed_rl.cli.inference_options import (
     running_engine,
 )
 from mindspeed_rl.cli.options import Parser, print_status, refuse_first
-from mindspeed_rl.data.content_marks import IMAGE_MARK
+from mindspeed_rl.data.content_marks import IMAGE_MARK, VIDEO_MARK
 from mindspeed_rl.data.conversation import Conversation, user
-from mindspeed_rl.data.images import TAG
+from mindspeed_rl.data.images import TAG, count_videos
+from mindspeed_rl.data.videos import VIDEO_TAG
 from mindspeed_rl.inference.batch_generation import (
     METHODS,
     GeneratedAnswer,
@@ -63,7 +64,8 @@ def make_parser() -> Parser:
     add("--input", help="JSON lines with prompt, question, instruction or messages; - reads them from a pipe")
     add("--input-key", help="column of --input that holds the prompt")
     add("--image", nargs="+", metavar="FILE", help="images of every --prompt, in the places of its <image> or before its text")
-    add("--image-folder", help="folder of relative paths of images; default: the working directory")
+    add("--video", nargs="+", metavar="FILE", help="videos of every --prompt, in the places of its <video> or before its text")
+    add("--image-folder", help="folder of relative paths of images and videos; default: the working directory")
     add("--output", type=Path, help="file for the answers, JSON lines; default: text on the console")
     add("--system-prompt", help="system prompt of every prompt that brings none (needs a chat template)")
     add(
@@ -94,8 +96,8 @@ def _read_prompts(args: argparse.Namespace) -> list[_PromptRow]:
     refuse_first(
         (args.prompt is not None and args.input is not None, "--prompt and --input exclude each other"),
         (
-            args.image and args.prompt is None,
-            "--image belongs to --prompt; rows of --input name their images themselves",
+            (args.image or args.video) and args.prompt is None,
+            "--image and --video belong to --prompt; rows of --input name their images and videos themselves",
         ),
         (
             args.image_folder is not None and not Path(args.image_folder).expanduser().is_dir(),
@@ -116,8 +118,8 @@ def _read_prompts(args: argparse.Namespace) -> list[_PromptRow]:
         if empty := [str(index) for index, text in enumerate(texts, start=1) if not text.strip()]:
             raise ValueError(f"--prompt {', '.join(empty)} is empty")
         rows = [(Conversation([user(text)]), {"prompt": text}) for text in texts]
-        if args.image:
-            lines = [json.dumps({"prompt": text, "images": args.image}) for text in texts]
+        if args.image or args.video:
+            lines = [json.dumps({"prompt": text, "images": args.image, "videos": args.video}) for text in texts]
             rows = read_jsonl(lines, "--prompt", None, args.image_folder)
     if args.system_prompt is None:
         return rows
@@ -200,6 +202,7 @@ def _generate(argv: list[str]) -> int:
 def _generate_responses(
     args: argparse.Namespace, session: Session, agents: AgentEngine | None, prompts: list[_PromptRow], methods: list[Method]
 ) -> None:
+    prompts = [_decode_videos(session, index, *prompt) for index, prompt in enumerate(prompts)]
     ids = session.prompt_format.encode([conversation for conversation, _ in prompts])
     max_model_len = session.needed_length(max(map(len, ids)), args.max_new_tokens)
     if agents is not None:  # --max-new-tokens limits one turn
@@ -208,15 +211,29 @@ def _generate_responses(
         _build_generation_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods
     ]
     max_log_probs = max(setting.max_log_probs for setting in settings)
-    max_images = max(1, *(len(conversation.images) for conversation, _ in prompts))
+    videos = [count_videos(conversation.images) for conversation, _ in prompts]
+    images = [len(conversation.images) - count for (conversation, _), count in zip(prompts, videos)]
     opened = running_engine(
-        session, max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=max_images, agents=agents
+        session,
+        max_model_len=max_model_len,
+        max_log_probs=max_log_probs,
+        max_images=max(1, *images),
+        max_videos=max(videos),
+        agents=agents,
     )
     with opened as engine:
         if args.stream:
             _stream(session, engine, ids[0], settings[0], prompts[0][0].images)
         else:
             _generate_all(session, engine, prompts, ids, settings, args.output)
+
+
+def _decode_videos(session: Session, index: int, conversation: Conversation, row: dict[str, Any]) -> _PromptRow:
+    """Return a prompt with its videos decoded; ValueError names one that cannot be read."""
+    try:
+        return session.prompt_format.decode_videos(conversation), row
+    except ValueError as error:
+        raise ValueError(f"prompt {index + 1}: {error}") from error
 
 
 def _stream(session: Session, engine: Engine, ids: list[int], settings: GenerationSettings, images: tuple[str, ...]) -> None:
@@ -281,7 +298,7 @@ def _print(prompts: list[_PromptRow], answers: list[GeneratedAnswer], setting: G
         print(clean_text(answers[0].text), flush=True)
         return
     for answer in answers:
-        question = prompts[answer.prompt][0].messages[-1].content.replace(IMAGE_MARK, TAG)
+        question = prompts[answer.prompt][0].messages[-1].content.replace(IMAGE_MARK, TAG).replace(VIDEO_MARK, VIDEO_TAG)
         method = f" [{setting.method}]" if several else ""
         sample = f" #{answer.sample + 1}" if setting.num_return > 1 else ""
         print(clean_text(f">> {question}{method}{sample}\n{answer.text}\n"), flush=True)

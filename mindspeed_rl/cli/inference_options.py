@@ -278,11 +278,14 @@ def running_engine(
     max_model_len: int,
     max_log_probs: int = 20,
     max_images: int = 1,
+    max_videos: int = 0,
     agents: AgentEngine | None = None,
 ) -> Iterator[Engine]:
     """Build and load the engine and the agents around it; it ends with the block. See `Session.running_engine`."""
     print_status(f"loading {session.model.describe()} ...")
-    opened = session.running_engine(max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=max_images)
+    opened = session.running_engine(
+        max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=max_images, max_videos=max_videos
+    )
     with opened as engine:
         yield engine if agents is None else agents.wrap(engine)
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: stands for an image in the content of a message
 IMAGE_MARK = "\ue000image\ue001"
+#: the same for a video
+VIDEO_MARK = "\ue000video\ue001"
 #: the first character of IMAGE_MARK and of a hidden name; private, but a content may have it
 _PRIVATE = "\ue000"
 #: a hidden name by its index, as text or within JSON that is ASCII only
@@ -100,11 +102,11 @@ class TokenNames:
 class _Finder:
     """Search for names, which is quick in texts that have no beginning of one."""
 
-    def __init__(self, names: TokenNames, hidden: Collection[str], image_marker: str) -> None:
+    def __init__(self, names: TokenNames, hidden: Collection[str], markers: Sequence[str]) -> None:
         self._names = names
         chosen = [name for name in names.names if name in hidden]
         self._starts = (*dict.fromkeys(name[:2] for name in chosen), _PRIVATE)
-        kept = [IMAGE_MARK, *([image_marker] if image_marker else [])]
+        kept = [IMAGE_MARK, VIDEO_MARK, *filter(None, markers)]
         self._pattern = re.compile(f"({'|'.join(map(re.escape, kept))})|{'|'.join(map(re.escape, [*chosen, _PRIVATE]))}")
 
     def hide(self, text: str) -> str:
@@ -153,28 +155,42 @@ class ContentMarks:
     """See the module."""
 
     def __init__(
-        self, names: TokenNames, written: str | None, *, thoughts: ThoughtMarks | None = None, image_marker: str = ""
+        self,
+        names: TokenNames,
+        written: str | None,
+        *,
+        thoughts: ThoughtMarks | None = None,
+        image_marker: str = "",
+        video_marker: str = "",
     ) -> None:
         """Find the names that no content may have as tokens.
 
         Args:
             written: text of the template around messages; None where it writes nothing.
             thoughts: marks of thoughts in the template.
-            image_marker: text of an image in contents, which stays what it is; IMAGE_MARK always does.
+            image_marker, video_marker: text of an image or a video in contents, which stays what it is; IMAGE_MARK and
+                VIDEO_MARK always do.
         """
         self.names = names
         marks = self._find_turn_marks(written or "", thoughts)
         read = set() if written is None else {*names.special, *marks}
-        self._read = _Finder(names, read, image_marker)
-        self._answers = _Finder(names, set() if written is None else marks, image_marker)
+        self._read = _Finder(names, read, (image_marker, video_marker))
+        self._answers = _Finder(names, set() if written is None else marks, (image_marker, video_marker))
 
     @classmethod
     def of_template(
-        cls, template: Template | HfTemplate, names: TokenNames, tokenizer: PreTrainedTokenizerBase, *, image_marker: str = ""
+        cls,
+        template: Template | HfTemplate,
+        names: TokenNames,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        image_marker: str = "",
+        video_marker: str = "",
     ) -> ContentMarks:
         """Find the names for a template."""
         roles = {"bos_token": str(tokenizer.bos_token or ""), "eos_token": str(tokenizer.eos_token or "")}
-        return cls(names, _write_probe(template, roles), thoughts=template.marks, image_marker=image_marker)
+        written = _write_probe(template, roles)
+        return cls(names, written, thoughts=template.marks, image_marker=image_marker, video_marker=video_marker)
 
     def _find_turn_marks(self, written: str, thoughts: ThoughtMarks | None) -> set[str]:
         names = self.names

@@ -8,13 +8,13 @@ from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
-from mindspeed_rl.data.images import ImageRules, StoredImage, StoredImages, read_image
+from mindspeed_rl.data.images import ImageRules, StoredImage, StoredImages, VideoPart, read_image
 from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, UNPAIRED_COLUMNS, IndexedColumns, is_paired
 from mindspeed_rl.files import read_json
 
 
 class _WithImages(TypedDict, total=False):
-    images: tuple[StoredImage, ...]
+    images: tuple[StoredImage | VideoPart, ...]
 
 
 _Sample = TypeVar("_Sample", bound=_WithImages)
@@ -182,7 +182,7 @@ class InstructionDataset:
         sample_lengths = np.diff(ends, prepend=0).astype(np.int64)
         sample = InstructionSample(input_ids=input_ids, labels=labels, sample_lengths=sample_lengths)
         if self._images is not None:
-            sample["images"] = self._images.row(index)
+            sample["images"] = self._images.parts(index)
         if self._teacher is not None:
             sample["teacher"] = self._teacher.row(index)
         return sample
@@ -220,7 +220,7 @@ class _ShortRows:
 
     def images(self, index: int) -> _WithImages:
         """Return the images of a row that is left, by the key of a sample; empty for a model of text."""
-        return {} if self._images is None else {"images": self._images.row(int(self._row_indices[index]))}
+        return {} if self._images is None else {"images": self._images.parts(int(self._row_indices[index]))}
 
 
 class PreferenceDataset(_ShortRows):
@@ -335,7 +335,7 @@ class UnpairedDataset:
 
 def _are_equal(first: _WithImages, second: _WithImages) -> bool:
     """Return True for equal images, which each row stores for itself."""
-    pairs = [[image.key for image in side.get("images", ())] for side in (first, second)]
+    pairs = [[image.reference for image in side.get("images", ())] for side in (first, second)]
     return [read_image(key) for key in pairs[0]] == [read_image(key) for key in pairs[1]]
 
 

@@ -1,8 +1,8 @@
-"""Images of rows: read in all their forms, placed in text and tokens, stored by reference, and turned into patches.
+"""Images and videos of rows: read in all their forms, placed in text and tokens, stored by reference, turned into patches.
 
 An image is a string everywhere, from the data plane to servers and rewards: `file.bin#offset+bytes` for encoded bytes in a
-memory-mapped column of a preprocessed dataset, a path, or `data:image/...;base64,...`. Text runs import neither pillow nor
-transformers' processors.
+memory-mapped column of a preprocessed dataset, a path, or `data:image/...;base64,...`. A video is one too: the picture of its
+sampled frames (`videos.py`), whose header says so. Text runs import neither pillow nor transformers' processors.
 """
 
 from __future__ import annotations
@@ -19,18 +19,33 @@ import struct
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rl.data.content_marks import IMAGE_MARK, join_texts
+from mindspeed_rl.data.content_marks import IMAGE_MARK, VIDEO_MARK, join_texts
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES, IndexedColumns, column_prefix, read_index
 from mindspeed_rl.data.sources import ArrowRow
+from mindspeed_rl.data.videos import (
+    VIDEO_COLUMNS,
+    VIDEO_PARTS,
+    VIDEO_TAG,
+    Clip,
+    VideoError,
+    VideoRules,
+    VideoSource,
+    decode,
+    has_source,
+    make_source,
+    read_clip,
+    read_frames,
+    shorten,
+)
 from mindspeed_rl.files import open_regular, read_json, read_regular
 
 if TYPE_CHECKING:
@@ -46,11 +61,13 @@ TAG = "<image>"
 _COLUMNS = ("images", "image")
 _STORED = re.compile(r"(?P<path>.+)#(?P<offset>\d+)\+(?P<size>\d+)")
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,")
+#: beginnings of the reference of a clip that is its bytes, and of a video that is decoded once the model is known
+_CLIP_DATA, _SOURCE_DATA = "data:image/x-clip;base64,", "data:video/x-source;json,"
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 #: keys of a part of a message, or of an image that is an object, in the order in which they are read
 _SOURCES = ("bytes", "image_url", "image", "url", "path", "base64", "data")
 #: types of the parts of a message
-_IMAGE_PARTS, _OTHER_PARTS = ("image", "image_url", "input_image"), ("video", "video_url", "audio", "input_audio")
+_IMAGE_PARTS, _OTHER_PARTS = ("image", "image_url", "input_image"), ("audio", "audio_url", "input_audio")
 _MAX_RATIO = 200
 #: bytes of an encoded image: above pillow's limit of 1.8e8 pixels, as 16-bit RGB without compression
 _MAX_FILE_BYTES = 1 << 30
@@ -99,6 +116,7 @@ class ImageRules:
         token_id: id of an image's tokens.
         frame: ids of the tokens before and after them.
         own_limits: the two limits are the processor's own, not the run file's.
+        video: rules of the videos of the model; None where it reads none.
     """
 
     folder: str
@@ -110,6 +128,7 @@ class ImageRules:
     token_id: int
     frame: tuple[int, int]
     own_limits: bool = True
+    video: VideoRules | None = None
 
     @classmethod
     def read(cls, folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageRules | None:
@@ -151,6 +170,7 @@ class ImageRules:
             token_id=config["image_token_id"],
             frame=(config["vision_start_token_id"], config["vision_end_token_id"]),
             own_limits=min_pixels is None and max_pixels is None,
+            video=VideoRules.read(folder, config, processor),
         )
         if not rules.factor**2 <= rules.max_pixels or not 0 < rules.min_pixels <= rules.max_pixels:
             raise ValueError(
@@ -203,6 +223,11 @@ class StoredImage:
     grid: Grid
 
     @property
+    def reference(self) -> str:
+        """The reference, as of `VideoPart`."""
+        return self.key
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the image."""
         return self.rules.count_tokens(self.grid)
@@ -210,6 +235,79 @@ class StoredImage:
     def read(self) -> Tensor:
         """Return the patches, [patches, 3 * temporal_patch_size * patch_size^2] float32, as the processor makes them."""
         return _read_patches(self.rules, self.key, self.grid)
+
+
+@dataclass(frozen=True)
+class StoredVideo:
+    """A video of a row, by reference, as `StoredImage`.
+
+    Attributes:
+        key: the reference of its clip.
+        clip: header of the clip.
+    """
+
+    rules: VideoRules
+    key: str
+    clip: Clip
+
+    @property
+    def grid(self) -> Grid:
+        """Time, rows and columns, in patches."""
+        return self.rules.grid(self.clip)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its frames, without those of their times."""
+        return math.prod(self.grid) // self.rules.merge_size**2
+
+    def list_parts(self) -> tuple[VideoPart, ...]:
+        """Return what stands in the place of adjacent tokens: the video, or with timestamps each pair of frames."""
+        times, rows, columns = self.grid
+        if not self.rules.has_timestamps:
+            return (VideoPart(self, 0, self.grid, self.rules.compute_time_step(self.clip)),)
+        return tuple(VideoPart(self, time, (1, rows, columns), 1.0) for time in range(times))
+
+    def read_frames(self) -> np.ndarray:
+        """Return the frames, [frames, height, width, 3] uint8."""
+        with _open(self.key) as image:
+            return read_frames(image, self.clip)
+
+
+@dataclass(frozen=True)
+class VideoPart:
+    """A video or some frames of one, between two tokens of text.
+
+    Attributes:
+        first: its first index in time.
+        grid: time, rows and columns, in patches.
+        time_step: rotary positions from one index in time to the next.
+    """
+
+    video: StoredVideo
+    first: int
+    grid: Grid
+    time_step: float
+
+    @property
+    def key(self) -> str:
+        """A text that is the same for equal pixels."""
+        return f"{self.video.key}@{self.first}"
+
+    @property
+    def reference(self) -> str:
+        """The reference of all of the video."""
+        return self.video.key
+
+    def read(self) -> Tensor:
+        """Return the patches, as `StoredImage.read`."""
+        size = math.prod(self.grid)
+        start = self.first * math.prod(self.grid[1:])
+        return _read_video_patches(self.video)[start : start + size]
+
+
+def list_parts(media: Iterable[StoredImage | StoredVideo]) -> tuple[StoredImage | VideoPart, ...]:
+    """Return images and parts of videos, each of which has adjacent tokens, in their order."""
+    return tuple(part for one in media for part in (one.list_parts() if isinstance(one, StoredVideo) else (one,)))
 
 
 def read_references(columns: Mapping[str, object]) -> tuple[str, ...]:
@@ -223,13 +321,30 @@ def has_references(columns: Mapping[str, object]) -> bool:
     return isinstance(columns.get(IMAGES), References)
 
 
-def prepare_images(rules: ImageRules, references: Iterable[str]) -> tuple[StoredImage, ...]:
-    """Return images with their grids, which the first bytes of each tell.
+def prepare_images(rules: ImageRules, references: Iterable[str]) -> tuple[StoredImage | StoredVideo, ...]:
+    """Return images and videos with their grids, which the first bytes of each tell.
 
     Raises:
         ImageError: one cannot be read.
+        VideoError: a clip is of another model.
     """
-    return tuple(StoredImage(rules, reference, rules.grid(*_read_size(reference))) for reference in references)
+    return tuple(_prepare(rules, reference) for reference in references)
+
+
+def _prepare(rules: ImageRules, reference: str) -> StoredImage | StoredVideo:
+    header = _read_size(reference)
+    if not isinstance(header, Clip):
+        return StoredImage(rules, reference, rules.grid(*header))
+    video = rules.video
+    if video is None:
+        raise VideoError(f"{shorten(reference)} is a video, and the model in {rules.folder} reads none")
+    height, width = video.fit(len(header.indices), *header.source_size)
+    if len(header.indices) < video.temporal_patch_size or (height, width) != (header.height, header.width):
+        raise VideoError(
+            f"{shorten(reference)}: a video was preprocessed to {header.width} x {header.height} pixels, and is"
+            f" {width} x {height} with the processor in {video.folder}; preprocess with this model"
+        )
+    return StoredVideo(video, reference, header)
 
 
 @lru_cache(maxsize=32)
@@ -237,10 +352,30 @@ def _read_patches(rules: ImageRules, reference: str, grid: Grid) -> Tensor:
     outputs = _load_processor(rules)(images=[open_image(reference)], return_tensors="pt")
     if (found := tuple(outputs["image_grid_thw"][0].tolist())) != grid:
         raise ValueError(
-            f"{_shorten(reference)}: the processor in {rules.folder} makes a grid of {found}, but the row has tokens of {grid};"
+            f"{shorten(reference)}: the processor in {rules.folder} makes a grid of {found}, but the row has tokens of {grid};"
             " was it preprocessed with other min_pixels or max_pixels?"
         )
     return outputs["pixel_values"].float()
+
+
+@lru_cache(maxsize=8)
+def _read_video_patches(video: StoredVideo) -> Tensor:
+    import torch
+
+    frames = torch.from_numpy(video.read_frames().transpose(0, 3, 1, 2).copy())
+    outputs = _load_video_processor(video.rules.folder)(
+        videos=[frames], do_resize=False, do_sample_frames=False, return_tensors="pt"
+    )
+    assert tuple(outputs["video_grid_thw"][0].tolist()) == video.grid
+    return outputs["pixel_values_videos"].float()
+
+
+@lru_cache(maxsize=4)
+def _load_video_processor(folder: str) -> Any:
+    """Load transformers' processor of videos; see `_load_processor`."""
+    from transformers import AutoVideoProcessor
+
+    return AutoVideoProcessor.from_pretrained(folder)
 
 
 @lru_cache(maxsize=4)
@@ -265,13 +400,13 @@ def read_image(reference: str) -> bytes:
         try:
             return base64.b64decode(reference[match.end() :], validate=True)
         except binascii.Error as error:
-            raise ImageError(f"image {_shorten(reference)} is not base64: {error}") from error
+            raise ImageError(f"image {shorten(reference)} is not base64: {error}") from error
     try:
         if (stored := _STORED.fullmatch(reference)) and not os.path.exists(reference):
             return _read_slice(stored["path"], int(stored["offset"]), int(stored["size"]))
         return read_regular(Path(reference.removeprefix("file://")).expanduser(), _MAX_FILE_BYTES)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~user of no user
-        raise ImageError(f"image {_shorten(reference)} cannot be read: {error}") from error
+        raise ImageError(f"image {shorten(reference)} cannot be read: {error}") from error
 
 
 def _read_slice(path: str, offset: int, size: int) -> bytes:
@@ -296,14 +431,14 @@ def _open(reference: str) -> Iterator[Image]:
         with warnings.catch_warnings():  # pillow's, of large images and of damage that decoding finds
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(read_image(reference)))
-            _check_form(image, f"image {_shorten(reference)}")
+            _check_form(image, f"image {shorten(reference)}")
             yield image
     except ImageError:
         raise
     except UnidentifiedImageError as error:
-        raise ImageError(f"image {_shorten(reference)} is broken, or of no format that pillow knows") from error
+        raise ImageError(f"image {shorten(reference)} is broken, or of no format that pillow knows") from error
     except (*_UNREADABLE, Image.DecompressionBombError) as error:
-        raise ImageError(f"image {_shorten(reference)} is broken: {error}") from error
+        raise ImageError(f"image {shorten(reference)} is broken: {error}") from error
 
 
 def _check_form(image: Image, name: str) -> None:
@@ -362,26 +497,59 @@ def open_image(reference: str) -> Image:
 
 
 def make_thumbnail(reference: str) -> str:
-    """Return a small copy of an image as a data: URL, for pages."""
-    picture, buffer = open_image(reference), io.BytesIO()
+    """Return a small copy of an image, or of the first frame of a video, as a data: URL, for pages."""
+    picture, buffer = open_frames(reference)[0] if is_video(reference) else open_image(reference), io.BytesIO()
     picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
     picture.save(buffer, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 @lru_cache(maxsize=65536)
-def _read_stored_size(reference: str) -> tuple[int, int]:
+def _read_stored_size(reference: str) -> tuple[int, int] | Clip:
     with _open(reference) as image:
+        if (clip := read_clip(image)) is not None:
+            return clip
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
         # pillow gives the size of a TIFF as it is once turned
         width, height = (tags.get(tag, side) for tag, side in zip(_SIDES, image.size))
         return (width, height) if image.getexif().get(_ORIENTATION) in _TURNED else (height, width)
 
 
-def _read_size(reference: str) -> tuple[int, int]:
-    """Return height and width of an upright image from its header."""
+def _read_size(reference: str) -> tuple[int, int] | Clip:
+    """Return height and width of an upright image, or the clip's header, from the first bytes."""
     # an image that is part of its reference would stay in memory
     return _read_stored_size.__wrapped__(reference) if is_embedded(reference) else _read_stored_size(reference)
+
+
+def is_video(reference: str) -> bool:
+    """Return True for the reference of a video of a row, or of a clip in a file.
+
+    Raises:
+        ImageError: it cannot be read.
+    """
+    if reference.startswith((_CLIP_DATA, _SOURCE_DATA)):
+        return True
+    # bytes of an image that a row has itself are not decoded for this
+    return not is_embedded(reference) and isinstance(_read_size(reference), Clip)
+
+
+def count_videos(references: Iterable[str]) -> int:
+    """Return the number of videos among images and videos."""
+    return sum(map(is_video, references))
+
+
+def open_frames(reference: str) -> list[Image]:
+    """Return the sampled frames of a video as pillow's images, RGB.
+
+    Raises:
+        ImageError: it cannot be read, or is an image.
+    """
+    from PIL import Image
+
+    with _open(reference) as image:
+        if (clip := read_clip(image)) is None:
+            raise ImageError(f"image {shorten(reference)} is no video: open it with open_image")
+        return [Image.fromarray(frame) for frame in read_frames(image, clip)]
 
 
 def check_images(references: Iterable[str]) -> None:
@@ -397,8 +565,14 @@ def check_images(references: Iterable[str]) -> None:
 
 
 def make_data_url(reference: str) -> str:
-    """Return an image as a data: URL that names its format, for programs that do not read references."""
+    """Return an image as a data: URL that names its format, for programs that do not read references.
+
+    Raises:
+        VideoError: it is a video.
+    """
     with _open(reference) as image:
+        if read_clip(image) is not None:
+            raise VideoError("has a video, which programs of agents do not get; use images, or an agent loop in the workers")
         kind = (image.format or "png").lower()
     return f"data:image/{kind};base64,{base64.b64encode(read_image(reference)).decode()}"
 
@@ -463,7 +637,7 @@ def make_reference(value: object, folder: str | None = None) -> str:
     if is_embedded(value):
         return value
     if value.startswith(("http://", "https://")):
-        raise ImageError(f"image {_shorten(value)} is on the network; download it, training reads local files")
+        raise ImageError(f"image {shorten(value)} is on the network; download it, training reads local files")
     path = Path(value.removeprefix("file://")).expanduser()
     path = path if path.is_absolute() or folder is None else Path(folder).expanduser() / path
     with contextlib.suppress(OSError):  # base64 may be too long for a name
@@ -506,11 +680,15 @@ class ImageReader:
         rules: image rules of the model; None reads rows before the model is known.
         marker: text of an image whose tokens are not counted yet: start, one token, end; or IMAGE_MARK.
         folder: folder of relative paths; None: the working directory.
+        video_marker: the same of a video; "" for a model that reads none.
+        tokenizer: the model's, which writes the times of frames; None without `rules`.
     """
 
     rules: ImageRules | None
     marker: str
     folder: str | None = None
+    video_marker: str = VIDEO_MARK
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     @classmethod
     def build(cls, rules: ImageRules, tokenizer: PreTrainedTokenizerBase, folder: str | None = None) -> ImageReader:
@@ -521,16 +699,17 @@ class ImageReader:
         """
         if folder is not None and not Path(folder).expanduser().is_dir():
             raise ValueError(f"image_folder={folder!r} is not a folder")
-        tokens: Any = tokenizer.convert_ids_to_tokens([rules.frame[0], rules.token_id, rules.frame[1]])
-        marker = "".join(token or "" for token in tokens)
-        if tokenizer.encode(marker, add_special_tokens=False) != [rules.frame[0], rules.token_id, rules.frame[1]]:
+        marker = _write_marker(tokenizer, rules.frame, rules.token_id)
+        if not marker:
             raise ValueError(f"the tokenizer has not the image tokens of the model in {rules.folder}; give the model's own")
-        return cls(rules, marker, folder)
+        video = "" if rules.video is None else _write_marker(tokenizer, rules.frame, rules.video.token_id)
+        return cls(rules, marker, folder, video, tokenizer)
 
     def take(self, row: Row, columns: Iterable[object]) -> tuple[Row, tuple[str, ...]]:
-        """Return the row with the marker in the place of each image, and the references of its images.
+        """Return the row with the marker in the place of each image and video, and their references: images, then videos.
 
-        Parts of messages that are images become text; `<image>` becomes the marker.
+        Parts of messages that are images or videos become text; `<image>` and, in a row with videos, `<video>` become markers.
+        Videos are decoded here, once.
 
         Args:
             row: as the data set has it.
@@ -538,138 +717,274 @@ class ImageReader:
 
         Raises:
             ImageError: an image has a form that is not supported, or a part of a message has none.
+            VideoError: the same of a video, or it cannot be decoded.
         """
-        own = next((row[name] for name in _COLUMNS if row.get(name) not in (None, [], "")), [])
-        own = list(own) if isinstance(own, (list, tuple)) else [own]
-        parts: list[object] = []
-        names = [name for name in columns if isinstance(name, str) and name in row and name not in _COLUMNS]
-        changed: Row = {**row, **{name: self._mark(row[name], parts) for name in dict.fromkeys(names)}}
+        images, videos = (_read_column(row, names) for names in (_COLUMNS, VIDEO_COLUMNS))
+        own = [*_COLUMNS, *VIDEO_COLUMNS]
+        names = [name for name in columns if isinstance(name, str) and name in row and name not in own]
+        marked = _MarkedParts({TAG: self.marker, **({VIDEO_TAG: self.video_marker} if videos else {})})
+        changed: Row = {**row, **{name: self._mark(row[name], marked) for name in dict.fromkeys(names)}}
         changed = ArrowRow(changed) if isinstance(row, ArrowRow) else changed
-        if parts and own and len(parts) != len(own):
-            raise ImageError(f"has {len(parts)} images in its messages and {len(own)} in its column")
-        if missing := sum(part is None for part in parts):
-            if len(own) != len(parts):
-                raise ImageError(f"has {missing} image parts without an image, and no column with them")
-            parts = own
-        return changed, tuple(make_reference(value, self.folder) for value in parts or own)
+        images, videos = _match(marked.images, images, "image"), _match(marked.videos, videos, "video")
+        references = (*(make_reference(value, self.folder) for value in images), *map(self.read_video, videos))
+        return changed, references
 
-    def _mark(self, value: Any, parts: list[object]) -> Any:
-        """Return a column's value with markers; images of message parts are added to `parts`, None for a part without one."""
+    def read_video(self, value: object) -> str:
+        """Return the reference of the clip of a video in any of its forms; it is decoded.
+
+        Raises:
+            VideoError: it cannot be read.
+        """
+        source = make_source(value, self.folder, lambda image: make_reference(image, self.folder))
+        return _SOURCE_DATA + source.to_text() if self.rules is None else self._decode(source)
+
+    def decode_videos(self, references: Iterable[str]) -> tuple[str, ...]:
+        """Return references in which videos that a reader without rules has read are clips.
+
+        Raises:
+            VideoError: one cannot be decoded, or the model reads no videos.
+        """
+        return tuple(
+            self._decode(VideoSource.from_text(one.removeprefix(_SOURCE_DATA))) if one.startswith(_SOURCE_DATA) else one
+            for one in references
+        )
+
+    def _decode(self, source: VideoSource) -> str:
+        assert self.rules is not None
+        if self.rules.video is None:
+            raise VideoError(f"has a video, and the model in {self.rules.folder} reads none; give some of its frames as images")
+        return _CLIP_DATA + base64.b64encode(decode(source, self.rules.video, open_image)).decode()
+
+    def _mark(self, value: Any, marked: _MarkedParts) -> Any:
+        """Return a column's value with markers; images and videos of message parts are added, None for a part without one."""
         if isinstance(value, str):
-            return value.replace(TAG, self.marker)
+            for tag, marker in marked.tags.items():
+                value = value.replace(tag, marker)
+            return value
         if isinstance(value, Mapping):
-            return {name: self._mark(item, parts) for name, item in value.items()}
+            return {name: self._mark(item, marked) for name, item in value.items()}
         if not isinstance(value, (list, tuple)):
             return value
-        marked = []
+        result = []
         for item in value:
             kind = item.get("type") if isinstance(item, Mapping) else None
             if kind in _IMAGE_PARTS:
-                parts.append(next((item[name] for name in _SOURCES if item.get(name) is not None), None))
+                marked.images.append(next((item[name] for name in _SOURCES if item.get(name) is not None), None))
                 item = {"type": "text", "text": self.marker}
-            elif kind in _OTHER_PARTS:
+            elif kind in VIDEO_PARTS and not self.video_marker:
                 raise ImageError(f"has a part of type {kind!r}: only images are supported, so give a few frames as images")
+            elif kind in VIDEO_PARTS:
+                marked.videos.append(item if has_source(item) else None)
+                item = {"type": "text", "text": self.video_marker}
+            elif kind in _OTHER_PARTS:
+                raise ImageError(f"has a part of type {kind!r}: only text, images and videos are supported")
             else:
-                item = self._mark(item, parts)
-            marked.append(item)
-        return marked
+                item = self._mark(item, marked)
+            result.append(item)
+        return result
 
     def place(self, conversation: Conversation, references: tuple[str, ...]) -> Conversation:
-        """Return the conversation with a marker for each image; without any, they come before the first question.
+        """Return the conversation with a marker for each image and video, and their references in the order of the markers.
+
+        Without any markers of their kind, images, and videos after them, come before the first question.
 
         Raises:
-            ImageError: the text has places for another number of images, or an answer has one.
+            ImageError: the text has places for another number of images or videos, or an answer has one.
         """
-        counts = [sum(text.count(self.marker) for text in message.contents) for message in conversation.messages]
-        count = sum(counts) + (conversation.system or "").count(self.marker)
-        if any(counts[1::2]):
-            raise ImageError("has an image in an answer, which the model cannot write")
+        videos = [one for one in references if one.startswith((_CLIP_DATA, _SOURCE_DATA))]
+        images = [one for one in references if not one.startswith((_CLIP_DATA, _SOURCE_DATA))]
+        markers = (self.marker, *filter(None, [self.video_marker]))
         messages = list(conversation.messages)
-        if references and not count:
+        for marker, kind in zip(markers, ("an image", "a video")):
+            if any(marker in text for message in messages[1::2] for text in message.contents):
+                raise ImageError(f"has {kind} in an answer, which the model cannot write")
+        added = ""
+        for marker, kind, tag, some in zip(markers, ("images", "videos"), (TAG, VIDEO_TAG), (images, videos)):
+            count = sum(text.count(marker) for text in _list_texts(conversation))
+            if some and not count:
+                added += marker * len(some)
+            elif count != len(some):
+                raise ImageError(f"has {len(some)} {kind}, and {count} times {tag} in its text")
+        if added:
             first = messages[0]
-            contents = (self.marker * len(references) + first.contents[0], *first.contents[1:])
+            contents = (added + first.contents[0], *first.contents[1:])
             entries = first.entries and ({**first.entries[0], "content": contents[0]}, *first.entries[1:])
             messages[0] = replace(first, contents=contents, entries=entries)
-        elif count != len(references):
-            raise ImageError(f"has {len(references)} images, and {count} times {TAG} in its text")
-        check_images(references)
-        return replace(conversation, messages=messages, images=references)
+        check_images(images)
+        placed = replace(conversation, messages=messages)
+        kinds = {self.marker: iter(images), self.video_marker: iter(videos)}
+        found = re.findall("|".join(map(re.escape, markers)), "\0".join(_list_texts(placed)))
+        return replace(placed, images=tuple(next(kinds[marker]) for marker in found))
 
     def select(self, conversation: Conversation) -> Conversation:
         """Return the beginning of a conversation with the images of its markers only."""
-        texts = [conversation.system or "", *(text for message in conversation.messages for text in message.contents)]
-        return replace(conversation, images=conversation.images[: sum(text.count(self.marker) for text in texts)])
+        markers = (self.marker, *filter(None, [self.video_marker]))
+        count = sum(text.count(marker) for text in _list_texts(conversation) for marker in markers)
+        return replace(conversation, images=conversation.images[:count])
 
     def write_markers(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with this reader's marker in the place of each IMAGE_MARK."""
+        """Return the conversation with this reader's markers in the place of each IMAGE_MARK and VIDEO_MARK."""
+
+        def write(text: str) -> str:
+            return text.replace(IMAGE_MARK, self.marker).replace(VIDEO_MARK, self.video_marker)
+
         messages = [
             replace(
                 one,
-                contents=tuple(text.replace(IMAGE_MARK, self.marker) for text in one.contents),
-                entries=tuple({**entry, "content": entry["content"].replace(IMAGE_MARK, self.marker)} for entry in one.entries),
+                contents=tuple(map(write, one.contents)),
+                entries=tuple({**entry, "content": write(entry["content"])} for entry in one.entries),
             )
             for one in conversation.messages
         ]
-        system = conversation.system and conversation.system.replace(IMAGE_MARK, self.marker)
-        return replace(conversation, messages=messages, system=system)
+        return replace(conversation, messages=messages, system=conversation.system and write(conversation.system))
 
-    def expand(self, turns: Sequence[TurnIds], references: Sequence[str]) -> tuple[list[TurnIds], tuple[StoredImage, ...]]:
-        """Return the ids of the turns with all tokens of each image, as the model's processor writes them, and the images.
+    def expand(
+        self, turns: Sequence[TurnIds], references: Sequence[str]
+    ) -> tuple[list[TurnIds], tuple[StoredImage | StoredVideo, ...]]:
+        """Return the ids of the turns with all tokens of images and videos, as the model's processor writes them, and both.
 
         Raises:
-            ImageError: the ids have another number of images, or an image cannot be read.
+            ImageError: the ids have another number of images or videos, or one cannot be read.
         """
         assert self.rules is not None
-        images, token_id = prepare_images(self.rules, references), self.rules.token_id
-        count = sum(side.count(token_id) for turn in turns for side in turn)
-        if count != len(images):
-            raise ImageError(f"has {len(images)} images, and {count} image tokens in its text")
-        following = iter(images)
+        media, rules = prepare_images(self.rules, references), self.rules
+        kinds = {rules.token_id: StoredImage} | ({} if rules.video is None else {rules.video.token_id: StoredVideo})
+        found = [kinds[id_] for turn in turns for side in turn for id_ in side if id_ in kinds]
+        if found != list(map(type, media)):
+            numbers = [[list(map(type, media)).count(kind), found.count(kind)] for kind in (StoredImage, StoredVideo)]
+            (images, image_tokens), (videos, video_tokens) = numbers
+            text = f"has {images} images, and {image_tokens} image tokens in its text"
+            is_text_of_videos = videos or video_tokens
+            raise ImageError(text + (f"; {videos} videos, and {video_tokens} of theirs" if is_text_of_videos else ""))
+        following = iter(media)
 
         def expand_side(ids: list[int]) -> list[int]:
-            if token_id not in ids:
+            if not kinds.keys() & set(ids):
                 return ids
-            return [token for id_ in ids for token in ([id_] if id_ != token_id else [id_] * next(following).num_tokens)]
+            return [token for id_ in ids for token in ([id_] if id_ not in kinds else self._write_tokens(next(following)))]
 
-        return [(expand_side(source), expand_side(target)) for source, target in turns], images
+        return [(expand_side(source), expand_side(target)) for source, target in turns], media
+
+    def _write_tokens(self, one: StoredImage | StoredVideo) -> list[int]:
+        """Return what takes the place of the one token of an image or a video."""
+        if isinstance(one, StoredImage):
+            return [one.rules.token_id] * one.num_tokens
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
+        return one.rules.write_tokens(one.clip, lambda text: tokenizer.encode(text, add_special_tokens=False))
 
 
-def collapse_image_tokens(ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
-    """Return the ids with one token for each image, as engines take them.
+@dataclass
+class _MarkedParts:
+    """Images and videos of the parts of messages, and the tags of texts with their markers."""
+
+    tags: Mapping[str, str]
+    images: list[object] = field(default_factory=list)
+    videos: list[object] = field(default_factory=list)
+
+
+def _write_marker(tokenizer: PreTrainedTokenizerBase, frame: tuple[int, int], token_id: int) -> str:
+    """Return the text of an image or video with one token; "" where the tokenizer has not these tokens."""
+    ids = [frame[0], token_id, frame[1]]
+    tokens: Any = tokenizer.convert_ids_to_tokens(ids)
+    marker = "".join(token or "" for token in tokens)
+    return marker if tokenizer.encode(marker, add_special_tokens=False) == ids else ""
+
+
+def _read_column(row: Row, names: Sequence[str]) -> list[object]:
+    """Return the images or videos of the first of these columns that has any."""
+    own = next((row[name] for name in names if row.get(name) not in (None, [], "")), [])
+    return list(own) if isinstance(own, (list, tuple)) else [own]
+
+
+def _match(parts: Sequence[object], own: Sequence[object], kind: str) -> Sequence[object]:
+    """Return the images or videos of a row from the parts of its messages and from its column.
+
+    Raises:
+        ImageError: their numbers differ.
+    """
+    if parts and own and len(parts) != len(own):
+        raise ImageError(f"has {len(parts)} {kind}s in its messages and {len(own)} in its column")
+    if missing := sum(part is None for part in parts):
+        if len(own) != len(parts):
+            article = "an" if kind == "image" else "a"
+            raise ImageError(f"has {missing} {kind} parts without {article} {kind}, and no column with them")
+        return own
+    return parts or own
+
+
+def _list_texts(conversation: Conversation) -> list[str]:
+    return [conversation.system or "", *(text for message in conversation.messages for text in message.contents)]
+
+
+def collapse_image_tokens(ids: Sequence[int], images: Sequence[StoredImage | StoredVideo]) -> list[int]:
+    """Return the ids with one token for each image and video, as engines take them.
 
     The k-th image has the k-th run of its number of image tokens between the tokens before and after an image; other runs were
-    sampled, and stay.
+    sampled, and stay. A video with timestamps has a run for each time, and the texts between them go too.
 
     Raises:
         ValueError: there are fewer such runs than images, or an image follows an image token that was sampled: engines would
             put it there.
     """
-    collapsed: list[int] = []
-    waiting = list(reversed(images))
-    start = 0
+    spans: list[tuple[int, int, int]] = []  # first and end of the tokens of each image, and the token in their place
+    waiting = [(part, one) for one in images for part in list_parts([one])][::-1]
+    first = start = 0
     for token, run in itertools.groupby(ids):
         length = len(list(run))
-        frame = (*ids[start - 1 : start], *ids[start + length : start + length + 1])
-        start += length
-        is_image = bool(waiting) and token == waiting[-1].rules.token_id and length == waiting[-1].num_tokens
-        is_image = is_image and frame == waiting[-1].rules.frame
-        if waiting and token == waiting[-1].rules.token_id and not is_image:
-            raise ValueError("the model has sampled an image token, after which the engine cannot place another image")
-        collapsed += [token] * (1 if is_image else length)
-        if is_image:
+        end = start + length
+        if any(token == later.rules.token_id for _, later in waiting):
+            part, one = waiting[-1]
+            frame = (*ids[start - 1 : start], *ids[end : end + 1])
+            is_next = token == one.rules.token_id and frame == one.rules.frame
+            if not is_next or length != math.prod(part.grid) // one.rules.merge_size**2:
+                raise ValueError("the model has sampled an image token, after which the engine cannot place another image")
             waiting.pop()
+            has_times = isinstance(one, StoredVideo) and one.rules.has_timestamps
+            if not isinstance(part, VideoPart) or part.first == 0:
+                # the time is between the mark before the video and the one before its frames
+                first = _find_last(ids, one.rules.frame[0], start - 1) + 1 if has_times else start
+            if not waiting or waiting[-1][1] is not one:
+                spans.append((first, end + has_times, token))
+        start = end
     if waiting:
-        raise ValueError(f"a context of {len(ids)} tokens lacks the tokens of {len(waiting)} of its {len(images)} images")
-    return collapsed
+        missing = len(images) - len(spans)
+        raise ValueError(f"a context of {len(ids)} tokens lacks the tokens of {missing} of its {len(images)} images")
+    collapsed: list[int] = []
+    start = 0
+    for first, end, token in spans:
+        collapsed += [*ids[start:first], token]
+        start = end
+    return [*collapsed, *ids[start:]]
+
+
+def _find_last(ids: Sequence[int], token: int, end: int) -> int:
+    """Return the last index of a token before `end`.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    for index in range(end - 1, -1, -1):
+        if ids[index] == token:
+            return index
+    raise ValueError(f"a context of {len(ids)} tokens lacks the token {token} before a video")
 
 
 # ---------------------------------------------------------------------- columns of a dataset
 
 
-def build_image_columns(images: Sequence[StoredImage]) -> dict[str, np.ndarray]:
-    """Return the columns of a row with these images: never empty, since no reader takes an empty file."""
+def build_image_columns(images: Sequence[StoredImage | StoredVideo]) -> dict[str, np.ndarray]:
+    """Return the columns of a row with these images and videos: never empty, since no reader takes an empty file.
+
+    The time of a video's grid is negative.
+    """
     data = [read_image(image.key) for image in images]
-    sizes = [number for content, image in zip(data, images) for number in (len(content), *image.grid)]
+    signs = [-1 if isinstance(image, StoredVideo) else 1 for image in images]
+    sizes = [
+        number
+        for content, image, sign in zip(data, images, signs)
+        for number in (len(content), sign * image.grid[0], *image.grid[1:])
+    ]
     return {
         IMAGE_BYTES: np.frombuffer(b"".join(data) + b"\0", dtype=np.uint8),
         IMAGE_SIZES: np.array([len(images), *sizes], dtype=np.int32),
@@ -712,7 +1027,9 @@ class StoredImages:
         images = cls(rules, os.path.abspath(f"{path}.bin"), read_index(path).pointers, rows)
         for index in np.linspace(0, len(rows) - 1, min(len(rows), _CHECKED_ROWS), dtype=int).tolist():
             for image in images.row(index):
-                expected = rules.grid(*_read_size(image.key))
+                if isinstance(image, StoredVideo):
+                    continue  # reading it has compared its frames with the rules
+                expected = _prepare(rules, image.key).grid
                 if expected != image.grid:
                     raise ValueError(
                         f"{path}.bin, row {index}: an image was preprocessed to {image.grid[1]} x {image.grid[2]} patches, and"
@@ -721,26 +1038,47 @@ class StoredImages:
                     )
         return images
 
-    def row(self, index: int) -> tuple[StoredImage, ...]:
-        """Return the images of a row, in the order of their tokens."""
+    def row(self, index: int) -> tuple[StoredImage | StoredVideo, ...]:
+        """Return the images and videos of a row, in the order of their tokens.
+
+        Raises:
+            ValueError: a video was preprocessed for another model.
+        """
         sizes = self.rows.row(index, IMAGE_SIZES).tolist()
-        images, offset = [], int(self.offsets[index])
+        images: list[StoredImage | StoredVideo] = []
+        offset = int(self.offsets[index])
         for first in range(1, len(sizes), 4):
             size, *grid = sizes[first : first + 4]
-            images.append(StoredImage(self.rules, f"{self.path}#{offset}+{size}", (grid[0], grid[1], grid[2])))
+            reference = f"{self.path}#{offset}+{size}"
+            if grid[0] < 0:
+                images.append(self._read_video(index, reference))
+            else:
+                images.append(StoredImage(self.rules, reference, (grid[0], grid[1], grid[2])))
             offset += size
         return tuple(images)
 
+    def _read_video(self, index: int, reference: str) -> StoredImage | StoredVideo:
+        try:
+            return _prepare(self.rules, reference)
+        except MalformedRowError as error:
+            raise ValueError(f"{self.path}, row {index}: {error}") from error
 
-def describe_images(rules: ImageRules, rows: Iterable[Iterable[Grid]]) -> str:
+    def parts(self, index: int) -> tuple[StoredImage | VideoPart, ...]:
+        """Return the images and the parts of videos of a row, each of which has adjacent tokens."""
+        return list_parts(self.row(index))
+
+
+def describe_images(rules: ImageRules, rows: Sequence[Sequence[Grid]]) -> str:
     """Return a line with the tokens of the images of some rows, and the limits.
 
     Args:
         rules: image rules of the model.
         rows: the grids of each row's images.
     """
-    counts = ["+".join(str(rules.count_tokens(grid)) for grid in row) or "none" for row in rows]
+    counts = ["+".join(str(abs(rules.count_tokens(grid))) for grid in row) or "none" for row in rows]
     limits = f"a token is {rules.factor} x {rules.factor} pixels, an image {rules.min_pixels} to {rules.max_pixels}"
+    if rules.video is not None and any(abs(grid[0]) > 1 for row in rows for grid in row):
+        limits += f"; videos: {rules.video.describe()}"
     return f"tokens of images in the first {len(counts)} rows: {', '.join(counts)} ({limits})"
 
 
@@ -755,19 +1093,24 @@ def read_first_grids(prefix: str | Path, count: int = 8) -> list[list[Grid]]:
     return [[(int(t), int(h), int(w)) for _, t, h, w in row] for row in rows]
 
 
-def split_images(images: Sequence[StoredImage], samples: Sequence[np.ndarray]) -> list[tuple[StoredImage, ...]]:
-    """Return the images of each sample of a pack, by the image tokens that its ids have.
+def split_images(
+    images: Sequence[StoredImage | VideoPart], samples: Sequence[np.ndarray]
+) -> list[tuple[StoredImage | VideoPart, ...]]:
+    """Return the images and parts of videos of each sample of a pack, by the tokens of theirs that its ids have.
 
     Raises:
         ValueError: a sample has a part of an image.
     """
     split, following = [], list(reversed(images))
+    rules = [image.video.rules if isinstance(image, VideoPart) else image.rules for image in images]
+    token_ids = list({one.token_id for one in rules})
+    counts = {image: math.prod(image.grid) // one.merge_size**2 for image, one in zip(images, rules)}
     for ids in samples:
-        own: list[StoredImage] = []
-        waiting = int(np.count_nonzero(ids == images[0].rules.token_id)) if images else 0
+        own: list[StoredImage | VideoPart] = []
+        waiting = int(np.isin(ids, token_ids).sum()) if images else 0
         while waiting > 0 and following:
             own.append(following.pop())
-            waiting -= own[-1].num_tokens
+            waiting -= counts[own[-1]]
         if waiting:
             raise ValueError(
                 f"a row of {len(ids)} tokens has a part of an image: seq_length cuts it; preprocess with the run's seq_length"
@@ -778,7 +1121,3 @@ def split_images(images: Sequence[StoredImage], samples: Sequence[np.ndarray]) -
 
 def _read_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
-
-
-def _shorten(reference: str) -> str:
-    return reference if len(reference) <= 120 else f"{reference[:60]}...({len(reference)} characters)"

@@ -41,6 +41,7 @@ from mindspeed_rl.data.images import (
     References,
     StoredImages,
     is_embedded,
+    is_video,
     read_image,
     read_references,
 )
@@ -183,7 +184,7 @@ class PromptDataset:
         is_cut = np.zeros(len(lengths), dtype=bool)
         if long_prompts == "cut_left":
             images = rows.num_images  # the tokens of an image stay together
-            is_cut = ~fits if images is None else ~fits & (images[first : first + len(lengths)] == 0)
+            is_cut = ~fits if images is None else ~fits & (images.sum(0)[first : first + len(lengths)] == 0)
         self._row_indices = np.flatnonzero(fits | is_cut)
         self.lengths = np.minimum(lengths[self._row_indices], max_prompt_length)
         self.num_cut = int(is_cut.sum())
@@ -300,9 +301,9 @@ class PromptDataset:
         self._added.setdefault(int(self._row_indices[index]), {})[column] = value
 
     def count_images(self) -> np.ndarray:
-        """Count the images of every prompt, [prompts] int64."""
+        """Count the images and the videos of every prompt, [2, prompts] int64."""
         rows = self._rows.num_images
-        return np.zeros(len(self), np.int64) if rows is None else rows[self._row_indices + self._first]
+        return np.zeros((2, len(self)), np.int64) if rows is None else rows[:, self._row_indices + self._first]
 
     def store_images(self, path: Path) -> None:
         """Write images that are part of their rows to a file, of which the prompts keep references."""
@@ -395,8 +396,12 @@ class _IndexedPrompts:
 
     @property
     def num_images(self) -> np.ndarray | None:
-        """Number of images of every row; None where there are none."""
-        return None if self._images is None else np.array([self.rows.row(i, IMAGE_SIZES)[0] for i in range(len(self.rows))])
+        """Number of images and of videos of every row, [2, rows]; None where there are none."""
+        if self._images is None:
+            return None
+        sizes = [self.rows.row(index, IMAGE_SIZES) for index in range(len(self.rows))]
+        videos = np.array([np.count_nonzero(row[2::4] < 0) for row in sizes])  # their time is negative
+        return np.stack([np.array([row[0] for row in sizes]) - videos, videos]).astype(np.int64)
 
     def where(self, index: int) -> str:
         return f"{self._prefix}, row {index}"
@@ -432,8 +437,9 @@ class _RawPrompts:
 
     @property
     def num_images(self) -> np.ndarray | None:
-        """Number of images of every row."""
-        return np.array([len(read_references(columns)) for columns in self._columns], np.int64)
+        """Number of images and of videos of every row, [2, rows]."""
+        rows = [[is_video(one) for one in read_references(columns)] for columns in self._columns]
+        return np.array([[row.count(False) for row in rows], [row.count(True) for row in rows]], np.int64)
 
     def store_images(self, path: Path) -> None:
         """Write images that are part of their rows to a file, each once."""

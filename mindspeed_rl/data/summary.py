@@ -105,7 +105,9 @@ def render_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, np.
         if name in ("attention_mask", IMAGE_BYTES) or name.endswith("_utf8") and name.removesuffix("_utf8") in columns:
             continue
         if name == IMAGE_SIZES:
-            grids = ", ".join(f"{rows} x {columns}" for _, _, rows, columns in np.reshape(tokens[1:], (-1, 4)))
+            sizes = np.reshape(tokens[1:], (-1, 4))
+            # the time of a video is negative
+            grids = ", ".join(f"{f'{-time} times ' if time < 0 else ''}{rows} x {columns}" for _, time, rows, columns in sizes)
             parts.append(f"[images: {int(tokens[0])}{f'; patches {grids}' if grids else ''}]")
             continue
         labels = None

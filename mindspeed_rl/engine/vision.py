@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mindspeed_rl import adaptors
 from mindspeed_rl.engine.sequence_layout import AddedFeatures, PackedLayout, PaddedLayout
 from mindspeed_rl.models.model_config import HfConfig, VisionConfig
-from mindspeed_rl.models.vision import PreparedImage, get_tower_part
+from mindspeed_rl.models.vision import PreparedImage, PreparedVideo, get_tower_part
 
 #: features that a process keeps on the host: 600 images of 1,000 tokens, for a model of hidden size 3,584 in bfloat16
 _CACHE_BYTES = 4 << 30
@@ -66,9 +66,9 @@ def find_images(
 ) -> list[int]:
     """Return the index of the first token of each image of a row.
 
-    Images take runs of image tokens that are as long as their features, in order. Other runs are text: a model may sample the
-    token itself. Where several choices fit, the one with the most runs between the marks of an image is taken, then the one
-    with the most runs in prompts, then the earliest.
+    Images take runs of image tokens, and videos of video tokens, that are as long as their features, in order. Other runs are
+    text: a model may sample the token itself. Where several choices fit, the one with the most runs between the marks of an
+    image is taken, then the one with the most runs in prompts, then the earliest.
 
     Args:
         ids: the sequences of the row, one after the other.
@@ -80,48 +80,61 @@ def find_images(
         ValueError: no choice of runs fits.
     """
     runs = _list_runs(ids, vision, sequences or [(len(ids), len(ids))])
-    counts = [vision.count_tokens(image.grid) for image in images]
+    counts = [(_get_token(image, vision), vision.count_tokens(image.grid)) for image in images]
     # scores[r][i]: of the best places of images i, i + 1 ... in runs r, r + 1 ...
     impossible = -1
     scores = [[impossible] * len(counts) + [0]]
-    for _, length, score in reversed(runs):
+    for _, run, score in reversed(runs):
         after = scores[-1]
-        taken = [later + score if length == count and later >= 0 else impossible for count, later in zip(counts, after[1:])]
+        taken = [later + score if run == count and later >= 0 else impossible for count, later in zip(counts, after[1:])]
         scores.append([max(pair) for pair in zip(taken, after)] + [0])
     scores.reverse()
     if scores[0][0] == impossible:
         missing, count = _find_missing(runs, counts), len(images)
+        token, length = counts[missing]
         raise ValueError(
-            f"image {missing} of {count} has {counts[missing]} tokens (grid {list(images[missing].grid)}), and no run of as"
-            f" many tokens {vision.image_token_id} follows the previous images'; text and images are not of the same processor"
+            f"image {missing} of {count} has {length} tokens (grid {list(images[missing].grid)}), and no run of as"
+            f" many tokens {token} follows the previous images'; text and images are not of the same processor"
         )
     placed: list[int] = []
-    for (start, length, score), here, after in zip(runs, scores, scores[1:]):
+    for (start, run, score), here, after in zip(runs, scores, scores[1:]):
         image = len(placed)
-        later = after[image + 1] if image < len(counts) and length == counts[image] else impossible
+        later = after[image + 1] if image < len(counts) and run == counts[image] else impossible
         if later >= 0 and later + score == here[image]:
             placed.append(start)
     return placed
 
 
-def _list_runs(ids: Tensor, vision: VisionConfig, sequences: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return start, length and score of each run of image tokens, which ends with its sequence."""
-    runs, first = [], 0
+def _get_token(image: PreparedImage, vision: VisionConfig) -> int:
+    """Return the token in whose place the features of an image or of a video's frames are put."""
+    return vision.video_token_id if isinstance(image, PreparedVideo) else vision.image_token_id
+
+
+#: start, (token, length) and score of adjacent tokens of an image
+_Run: TypeAlias = tuple[int, tuple[int, int], int]
+
+
+def _list_runs(ids: Tensor, vision: VisionConfig, sequences: Sequence[tuple[int, int]]) -> list[_Run]:
+    """Return each run of image tokens or of video tokens, which ends with its sequence."""
+    runs: list[_Run] = []
+    first = 0
     for prompt, total in sequences:
         own = ids[first : first + total]
         padded = nn.functional.pad(own, (1, 1), value=-1)
-        marks = (padded == vision.image_token_id).to(torch.int8).diff()
-        starts, ends = ((marks == sign).nonzero()[:, 0].tolist() for sign in (1, -1))
-        for start, end in zip(starts, ends):
-            frame = (int(padded[start]), int(padded[end + 1]))
-            runs.append((first + start, end - start, 2 * (frame == vision.image_frame) + (start < prompt)))
+        for token in (vision.image_token_id, vision.video_token_id):
+            marks = (padded == token).to(torch.int8).diff()
+            starts, ends = ((marks == sign).nonzero()[:, 0].tolist() for sign in (1, -1))
+            for start, end in zip(starts, ends):
+                frame = (int(padded[start]), int(padded[end + 1]))
+                score = 2 * (frame == vision.image_frame) + (start < prompt)
+                runs.append((first + start, (token, end - start), score))
         first += total
-    return runs
+    return sorted(runs)
 
 
-def _find_missing(runs: Sequence[tuple[int, int, int]], counts: Sequence[int]) -> int:
+def _find_missing(runs: Sequence[_Run], counts: Sequence[tuple[int, int]]) -> int:
     """Return the first image without a run of its length after the runs of earlier images."""
-    lengths = (length for _, length, _ in runs)
+    lengths = (run for _, run, _ in runs)
     return next(index for index, count in enumerate(counts) if count not in lengths)
 
 
@@ -129,14 +142,18 @@ def compute_axis_positions(length: int, starts: Sequence[int], images: Sequence[
     """Return [3, length] int64: time, height and width of each token of a sequence.
 
     Text advances on all axes together. An image begins at the next position; its rows and columns of tokens count from there,
-    and the text after it continues past the larger of the two.
+    and the text after it continues past the larger of the two. Time counts in steps of the video, and text does not wait for
+    its end, as in transformers.
     """
     positions = torch.arange(length).repeat(3, 1)
     for start, image in zip(starts, images):
         frames, rows, columns = image.grid[0], *(size // vision.merge_size for size in image.grid[1:])
         end = start + frames * rows * columns
         first = int(positions[0, start])
-        axes = torch.meshgrid(torch.arange(frames), torch.arange(rows), torch.arange(columns), indexing="ij")
+        times = torch.arange(frames)
+        if isinstance(image, PreparedVideo):
+            times = (times * torch.tensor(image.time_step)).long()
+        axes = torch.meshgrid(times, torch.arange(rows), torch.arange(columns), indexing="ij")
         positions[:, start:end] = first + torch.stack(axes).flatten(1)
         positions[:, end:] += first + max(rows, columns) - end - (first - start)
     return positions

@@ -7,9 +7,10 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
-from mindspeed_rl.data.content_marks import IMAGE_MARK
+from mindspeed_rl.data.content_marks import IMAGE_MARK, VIDEO_MARK
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, assistant, user
-from mindspeed_rl.data.images import TAG, check_images, make_reference
+from mindspeed_rl.data.images import TAG, ImageReader, check_images, is_video, make_reference
+from mindspeed_rl.data.videos import VIDEO_TAG
 from mindspeed_rl.inference.engine_interface import Engine, Request
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.text_stream import IncrementalText, Kind, ThoughtSplitter
@@ -17,9 +18,9 @@ from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 _QUIT_WORDS = ("q", "quit", "exit", "/q", "/quit", "/exit")
 _CLEAR_WORDS = ("clear", "new", "/clear", "/new")
-_HISTORY_WORD, _IMAGE_WORD = "/history", "/image"
+_HISTORY_WORD, _IMAGE_WORD, _VIDEO_WORD = "/history", "/image", "/video"
 COMMANDS = ("/new", "/history", "/image FILE", "/exit")
-#: images in the context of an answer
+#: images, and videos, in the context of an answer
 MAX_IMAGES = 8
 _ASK = "You >> "
 _ANSWER_HEADER = "MindSpeed-RL:"
@@ -32,8 +33,8 @@ class History:
     Attributes:
         max_turns: pairs of question and answer before a new question; the newest stay.
         max_prompt_tokens: a longer prompt loses further pairs, oldest first.
-        turns: questions and answers; IMAGE_MARK stands for an image of a question.
-        images: references of the images of these questions, then of the next one.
+        turns: questions and answers; IMAGE_MARK and VIDEO_MARK stand for an image and a video of a question.
+        images: references of the images and videos of these questions, then of the next one.
     """
 
     prompt_format: PromptFormat
@@ -49,22 +50,36 @@ class History:
         Raises:
             ValueError: it cannot be read, there are too many, or the model is one of text.
         """
-        if self.prompt_format.image_reader is None:
-            raise ValueError("this model reads only text: its config.json has no vision_config")
-        if len(self.mark_images("")) == len(IMAGE_MARK) * MAX_IMAGES:
-            raise ValueError(f"a question may have at most {MAX_IMAGES} images")
+        self._check_room()
         reference = make_reference(path)
         check_images([reference])
         self.images.append(reference)
 
+    def add_video(self, path: str) -> None:
+        """Add a video to the next question.
+
+        Raises:
+            ValueError: it cannot be read, there are too many, or the model reads none.
+        """
+        reader = self._check_room()
+        self.images.append(reader.read_video(path))
+
+    def _check_room(self) -> ImageReader:
+        """Return the reader of images; ValueError without one, or where the next question has all it may have."""
+        if self.prompt_format.image_reader is None:
+            raise ValueError("this model reads only text: its config.json has no vision_config")
+        if len(self.images) - sum(_count_marks(earlier) for earlier, _ in self.turns) == MAX_IMAGES:
+            raise ValueError(f"a question may have at most {MAX_IMAGES} images")
+        return self.prompt_format.image_reader
+
     def mark_images(self, question: str) -> str:
-        """Return the question with a mark for each image that was added to it."""
-        marked = sum(earlier.count(IMAGE_MARK) for earlier, _ in self.turns)
-        return IMAGE_MARK * (len(self.images) - marked - question.count(IMAGE_MARK)) + question
+        """Return the question with a mark for each image and video that was added to it."""
+        marked = sum(_count_marks(earlier) for earlier, _ in self.turns) + _count_marks(question)
+        return "".join(VIDEO_MARK if is_video(one) else IMAGE_MARK for one in self.images[marked:]) + question
 
     def _forget(self, count: int) -> None:
         """Remove the oldest turns and their images."""
-        del self.images[: sum(question.count(IMAGE_MARK) for question, _ in self.turns[:count])]
+        del self.images[: sum(_count_marks(question) for question, _ in self.turns[:count])]
         del self.turns[:count]
 
     def prompt(self, question: str) -> list[int]:
@@ -92,7 +107,12 @@ class History:
         """Return the turns before the next question as text for the user."""
         turns = self.turns[max(0, len(self.turns) - self.max_turns) :]
         lines = [f"{_ASK}{question}\n{_ANSWER_HEADER} {answer}\n" for question, answer in turns]
-        return "".join(lines).replace(IMAGE_MARK, TAG) or "Nothing was said yet.\n"
+        text = "".join(lines).replace(IMAGE_MARK, TAG).replace(VIDEO_MARK, VIDEO_TAG)
+        return text or "Nothing was said yet.\n"
+
+
+def _count_marks(question: str) -> int:
+    return question.count(IMAGE_MARK) + question.count(VIDEO_MARK)
 
 
 def _stream_answer(
@@ -165,9 +185,10 @@ def run_chat(
             write(history.render())
             continue
         command, _, path = question.partition(" ")
-        if command.lower() == _IMAGE_WORD and path:
+        if command.lower() in (_IMAGE_WORD, _VIDEO_WORD) and path:
+            add = history.add_image if command.lower() == _IMAGE_WORD else history.add_video
             try:
-                history.add_image(path.strip())
+                add(path.strip())
                 write(f"{path.strip()} belongs to the next question.\n")
             except ValueError as error:
                 write(f"{error}\n")

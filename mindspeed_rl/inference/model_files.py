@@ -216,7 +216,7 @@ class EngineSettings:
         data_parallel_size: engines that share the requests.
         enable_prefix_caching: share the KV cache of equal prompt prefixes.
         max_log_probs: upper limit of `count` in `next_tokens`.
-        max_images: limit of the images in a prompt.
+        max_images, max_videos: limits of the images and videos in a prompt.
     """
 
     model: ModelSettings
@@ -235,6 +235,7 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     max_log_probs: int = 20
     max_images: int = 1
+    max_videos: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -256,4 +257,5 @@ class EngineSettings:
             trust_remote_code=self.trust_remote_code,
             enable_prefix_caching=self.enable_prefix_caching,
             limit_mm_image_per_prompt=self.max_images,
+            limit_mm_video_per_prompt=self.max_videos,
         )

@@ -132,6 +132,16 @@ class PromptFormat:
         texts = self._encode_text([reader.write_markers(conversation) for conversation in conversations])
         return [reader.expand([(ids, [])], conversation.images)[0][0][0] for ids, conversation in zip(texts, conversations)]
 
+    def decode_videos(self, conversation: Conversation) -> Conversation:
+        """Return a conversation whose videos are decoded, for the requests of its answers.
+
+        Raises:
+            MalformedRowError: one cannot be decoded, or the model reads no videos.
+        """
+        if self.image_reader is None or not conversation.images:
+            return conversation
+        return replace(conversation, images=self.image_reader.decode_videos(conversation.images))
+
     def _encode_text(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         if self._template is None:
             plain = [self._plain(conversation) for conversation in conversations]
@@ -147,8 +157,9 @@ class PromptFormat:
     @cached_property
     def _content_marks(self) -> ContentMarks:
         assert self._template is not None
-        marker = "" if self.image_reader is None else self.image_reader.marker
-        return ContentMarks.of_template(self._template, self._encoder.names, self.tokenizer, image_marker=marker)
+        reader, names = self.image_reader, self._encoder.names
+        image, video = ("", "") if reader is None else (reader.marker, reader.video_marker)
+        return ContentMarks.of_template(self._template, names, self.tokenizer, image_marker=image, video_marker=video)
 
     def turns(self, *, has_tools: bool) -> ChatTurns:
         """Return the rendering of turns by the template.

@@ -135,15 +135,18 @@ class Session:
         return min(longest_prompt + max_new_tokens, max_len)
 
     @contextlib.contextmanager
-    def running_engine(self, *, max_model_len: int, max_log_probs: int, max_images: int = 1) -> Iterator[Engine]:
+    def running_engine(
+        self, *, max_model_len: int, max_log_probs: int, max_images: int = 1, max_videos: int = 0
+    ) -> Iterator[Engine]:
         """Build the engine and load its weights; it ends with the block.
 
         Args:
             max_model_len: needed limit of prompt and answer.
             max_log_probs: see `EngineSettings`.
-            max_images: see `EngineSettings`.
+            max_images, max_videos: see `EngineSettings`.
         """
-        settings = replace(self.settings, max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=max_images)
+        lengths = {"max_model_len": max_model_len, "max_log_probs": max_log_probs}
+        settings = replace(self.settings, **lengths, max_images=max_images, max_videos=max_videos)
         if settings.num_devices > 1:
             # imports Ray, which one device does not need
             from mindspeed_rl.inference.engine_group import running_engine_group

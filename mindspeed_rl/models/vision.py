@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.model_config import (
@@ -65,6 +65,18 @@ class PreparedImage(Protocol):
     def read(self) -> Tensor:
         """Return the processor's pixel values, [frames * rows * columns, patch size] float32."""
         ...
+
+
+@runtime_checkable
+class PreparedVideo(Protocol):
+    """Frames of a video between two tokens of text: as `PreparedImage`, in the place of video tokens.
+
+    Attributes:
+        time_step: rotary positions from one index in time of its grid to the next.
+    """
+
+    @property
+    def time_step(self) -> float: ...
 
 
 def read_text_config(hf_config: HfConfig) -> HfConfig:

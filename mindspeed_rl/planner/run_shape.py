@@ -270,7 +270,7 @@ class RunShape:
         if rl is None or generate is None:
             return prompt or float(self.max_len)
         tokens = prompt or float(rl.max_prompt_length)
-        if config.max_pixels is None:
+        if config.max_pixels is None or generate.limit_mm_video_per_prompt:  # which is a limit of images, not of videos
             return tokens
         max_tokens = config.max_pixels // (vision.patch_size * vision.merge_size) ** 2
         return min(tokens, float(generate.limit_mm_image_per_prompt * max_tokens))

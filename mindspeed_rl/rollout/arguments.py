@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm import SamplingParams, envs
 from vllm.config import LoadConfig, VllmConfig
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -20,7 +21,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.adaptors.vllm_float32_head import FLOAT32_HEAD
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.data.images import ImageRules, collapse_image_tokens, open_image, prepare_images
+from mindspeed_rl.data.images import ImageRules, StoredVideo, collapse_image_tokens, open_image, prepare_images
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.costs import cpu_cache_bytes, read_draft_bytes, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import read_linear_attention
@@ -111,10 +112,16 @@ def _image_arguments(config: GenerateConfig, image_rules: ImageRules) -> EngineA
     arguments: EngineArguments = {
         # its processor of images has the tokenizer as a part
         "skip_tokenizer_init": False,
-        "limit_mm_per_prompt": {"image": config.limit_mm_image_per_prompt, "video": 0},
+        "limit_mm_per_prompt": {"image": config.limit_mm_image_per_prompt, "video": config.limit_mm_video_per_prompt},
         # else it starts by encoding images of the largest size, to measure memory that is configured here
         "skip_mm_profiling": True,
     }
+    video = image_rules.video
+    if config.limit_mm_video_per_prompt and video is not None and not video.normalizes_as_images:
+        raise ValueError(
+            f"{video.folder}: the processors of images and videos have different image_mean or image_std, and vLLM normalizes"
+            " both alike; give video_preprocessor_config.json those of preprocessor_config.json"
+        )
     if not image_rules.own_limits:
         low, high = image_rules.min_pixels, image_rules.max_pixels
         arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": low, "longest_edge": high}}
@@ -150,9 +157,10 @@ def _measure_cpu_cache(config: GenerateConfig, hf_config: Mapping[str, Any], kv_
 
 
 def build_prompt(prompt_ids: Sequence[int], images: Sequence[str], rules: ImageRules | None) -> dict[str, Any]:
-    """Return vLLM's prompt of these tokens, with the images whose tokens are among them.
+    """Return vLLM's prompt of these tokens, with the images and videos whose tokens are among them.
 
-    vLLM takes one token for each image and writes all of them itself, by the same processor.
+    vLLM takes one token for each and writes all of them itself, by the same processor. It gets the frames of a video as they
+    are in the clip, sampled and resized.
 
     Raises:
         ValueError: an image cannot be read, or its tokens are not there.
@@ -160,8 +168,29 @@ def build_prompt(prompt_ids: Sequence[int], images: Sequence[str], rules: ImageR
     if not images or rules is None:
         return {"prompt_token_ids": list(prompt_ids)}
     stored = prepare_images(rules, images)
-    pictures = [open_image(image.key) for image in stored]
-    return {"prompt_token_ids": collapse_image_tokens(prompt_ids, stored), "multi_modal_data": {"image": pictures}}
+    videos = [_describe_video(one) for one in stored if isinstance(one, StoredVideo)]
+    pictures = [open_image(one.key) for one in stored if not isinstance(one, StoredVideo)]
+    data = {"image": pictures, "video": videos}
+    prompt: dict[str, Any] = {
+        "prompt_token_ids": collapse_image_tokens(prompt_ids, stored),
+        "multi_modal_data": {kind: some for kind, some in data.items() if some},
+    }
+    if videos:
+        prompt["mm_processor_kwargs"] = {"videos_kwargs": {"do_resize": False}}
+    return prompt
+
+
+def _describe_video(video: StoredVideo) -> tuple[np.ndarray, dict[str, object]]:
+    """Return the frames of a video and what vLLM and the processor read about it: the times of its frames."""
+    clip = video.clip
+    return video.read_frames(), {
+        "fps": clip.fps,
+        "total_num_frames": clip.num_frames,
+        "duration": clip.num_frames / clip.fps,
+        "frames_indices": list(clip.indices),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
 
 
 def check_texts(sampling: Sampling, vllm_config: VllmConfig) -> None:

@@ -107,6 +107,7 @@ class ServerMetadata:
         log_probs: kind of the log-probs; None from servers of earlier releases.
         version: version of the weights; -1: none yet.
         images: the fewest and the most pixels of an image, and the most images of a prompt; None for a model of text.
+        videos: the most videos of a prompt; None from servers of earlier releases.
     """
 
     num_workers: int
@@ -116,6 +117,7 @@ class ServerMetadata:
     quantization: str | None = None
     log_probs: str | None = None
     images: list[int] | None = None
+    videos: int | None = None
 
 
 # ---------------------------------------------------------------- fields
@@ -169,6 +171,7 @@ _LOG_PROBS = _Kind(
 _FINISH = _Kind(f"null, {', '.join(FINISHES)}", lambda value: value is None or (isinstance(value, str) and value in FINISHES))
 _FAULT = _Kind("request or server", lambda value: isinstance(value, str) and value in ("request", "server"))
 _DRAFTS = _Kind("three numbers from 0", lambda value: _is_list_of(_COUNT)(value) and len(value) == 3)
+_VIDEOS = _Kind("a number from 0, or null", lambda value: value is None or _COUNT.holds(value))
 _IMAGES = _Kind("three numbers from 0, or null", lambda value: value is None or _DRAFTS.holds(value))
 
 _NEWS = {"events": _LIST, "version": _VERSION}
@@ -178,7 +181,7 @@ _ERROR = {"error": _TEXT, "kind": _FAULT}
 _HEALTH = {"running": _COUNT, "version": _VERSION}
 _METADATA = {"num_workers": _WORKERS, "dtype": _TEXT, "max_model_len": _POSITIVE, "version": _VERSION}
 #: fields that servers of earlier releases do not have
-_NEWER_METADATA = {"quantization": _OPTIONAL_TEXT, "log_probs": _OPTIONAL_TEXT, "images": _IMAGES}
+_NEWER_METADATA = {"quantization": _OPTIONAL_TEXT, "log_probs": _OPTIONAL_TEXT, "images": _IMAGES, "videos": _VIDEOS}
 _REPORT = {
     "num_parameters": _POSITIVE,
     "differing": _TEXTS,

@@ -79,6 +79,7 @@ def build_service(settings: ServerSettings, engine: ServedEngine) -> RolloutServ
         "max_model_len": generate.max_model_len,
         "log_probs": describe_log_probs(settings.exact_slices),
         "images": rules and [rules.min_pixels, rules.max_pixels, generate.limit_mm_image_per_prompt],
+        "videos": generate.limit_mm_video_per_prompt,
     }
     return RolloutService(engine, metadata)
 

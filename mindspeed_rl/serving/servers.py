@@ -295,6 +295,8 @@ class RolloutServers:
             )
         elif expected is not None and reported_images is not None and reported_images[2] < expected[2]:
             violations.append(f"it takes {reported_images[2]} images a prompt, limit_mm_image_per_prompt is {expected[2]}")
+        if (metadata.videos or 0) < (videos := config.limit_mm_video_per_prompt):
+            violations.append(f"it takes {metadata.videos or 0} videos a prompt, limit_mm_video_per_prompt is {videos}")
         if violations:
             raise ServerLostError(f"{client.name} does not fit the run: {'; '.join(violations)}")
         self.weights.num_workers[client.name] = metadata.num_workers

@@ -269,16 +269,20 @@ def load_prompts(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDa
     """Return the prompts to train on, and the evaluations': a second dataset, or the part that `split` holds back."""
     actor = run.config.actor_config
     tools = read_tool_schemas(run.rl, tokenizer)
-    limit = run.generate.limit_mm_image_per_prompt
+    limits = {
+        "image": run.generate.limit_mm_image_per_prompt,
+        "video": run.generate.limit_mm_video_per_prompt,
+    }
     full = _open_run_prompts(run, "data_path", tokenizer, tools)
     train, validation, _ = read_split(actor.split)
     prompts = full if train == 1 else full.part(0, train)
-    if (counts := full.count_images()).max(initial=0) > limit:
-        row = int(counts.argmax())
-        raise ValueError(
-            f"generate_config.limit_mm_image_per_prompt: {limit}, but {full.where(row)} has {counts[row]} images; set it to"
-            f" {counts[row]} or more"
-        )
+    for (kind, limit), counts in zip(limits.items(), full.count_images()):
+        if counts.max(initial=0) > limit:
+            row = int(counts.argmax())
+            raise ValueError(
+                f"generate_config.limit_mm_{kind}_per_prompt: {limit}, but {full.where(row)} has {counts[row]} {kind}s; set it"
+                f" to {counts[row]} or more"
+            )
     if actor.eval_data_path:
         return prompts, _open_run_prompts(run, "eval_data_path", tokenizer, tools)
     return prompts, full.part(train, train + validation) if validation > 0 else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from megatron.core import parallel_state
 
-from mindspeed_rl.data.images import IMAGES, ImageRules, prepare_images
+from mindspeed_rl.data.images import IMAGES, ImageRules, list_parts, prepare_images
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects
 from mindspeed_rl.engine import parallel
@@ -35,7 +35,9 @@ def _build_rows(batch: Batch, columns: Sequence[str] = (), image_rules: ImageRul
         prompt_lengths=[parts[0][0] for parts in sequences],
         columns={name: list(batch[name]) for name in columns},
         sequences=sequences if any(len(parts) > 1 for parts in sequences) else None,
-        images=None if image_rules is None else [prepare_images(image_rules, row) for row in objects(batch[IMAGES])],
+        images=None
+        if image_rules is None
+        else [list_parts(prepare_images(image_rules, row)) for row in objects(batch[IMAGES])],
     )
 
 

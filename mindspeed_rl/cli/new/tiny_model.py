@@ -135,6 +135,7 @@ def _save_processor(folder: Path) -> None:
     }
     half = [0.5] * 3  # pixels between -1 and 1
     image = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor", **sizes}
-    (folder / "preprocessor_config.json").write_text(json.dumps(image | {"image_mean": half, "image_std": half}))
+    colours = {"image_mean": half, "image_std": half}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image | colours))
     video = {"video_processor_type": "Qwen2VLVideoProcessor", **sizes}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video | colours))

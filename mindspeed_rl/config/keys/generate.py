@@ -148,6 +148,8 @@ class GenerateConfig:
     limit_mm_image_per_prompt: int = key(1, "images in the context of a response, at most; models of images",
         "一个回答的上下文中最多的图像数；用于视觉语言模型", range=Range.PROCESSES,
         elsewhere="vllm_limit_mm_per_prompt limit_images", on_resume="exact")
+    limit_mm_video_per_prompt: int = key(0, "videos in the context of a response, at most; models that read videos",
+        "一个回答的上下文中最多的视频数；用于能读视频的模型", range=Bounds(0, 4096), on_resume="exact")
     enable_prefix_caching: bool = key(False, "share the KV cache of equal prompt prefixes", "相同 prompt 开头共用 KV cache",
         elsewhere="vllm_enable_prefix_caching", on_resume="exact")
     speculative_config: AnyGroup | None = key(None,

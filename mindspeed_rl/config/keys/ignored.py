@@ -167,7 +167,5 @@ IGNORED: dict[str, dict[str, IgnoredKey]] = {
             bool, True, "vllm-ascend's scheduler instead of chunked prefill", "用 vllm-ascend 的调度器，而不用分块预填充",
             ("vllm-ascend has none since 0.18; max_num_batched_tokens bounds a step of vLLM",
              "vllm-ascend 自 0.18 起没有；vLLM 一步的上限是 max_num_batched_tokens")),
-        "limit_mm_video_per_prompt": IgnoredKey(int, 0, "videos in a prompt", "一个 prompt 中的视频数",
-            ("rows with videos are refused", "含视频的行会被拒绝")),
     },
 }

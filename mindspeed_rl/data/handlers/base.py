@@ -23,7 +23,7 @@ from mindspeed_rl.data.conversation import (
     parse_tools,
 )
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
-from mindspeed_rl.data.images import ImageReader, StoredImage
+from mindspeed_rl.data.images import ImageReader, StoredImage, StoredVideo
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_BYTES, IMAGE_SIZES
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import ArrowRow, RowSource, TaggedRow, drop_nulls
@@ -201,8 +201,9 @@ class Handler(ABC):
 
     @cached_property
     def _content_marks(self) -> ContentMarks:
-        marker = "" if self.images is None else self.images.marker
-        return ContentMarks.of_template(self.template, self.encoder.names, self.settings.tokenizer, image_marker=marker)
+        image, video = ("", "") if self.images is None else (self.images.marker, self.images.video_marker)
+        names, tokenizer = self.encoder.names, self.settings.tokenizer
+        return ContentMarks.of_template(self.template, names, tokenizer, image_marker=image, video_marker=video)
 
     def column(self, row: Row, key: str, *, required: bool = False) -> Any:
         """Return the value of the dataset column that stands for `key`; None for an optional column that is off or absent.
@@ -325,7 +326,7 @@ class Handler(ABC):
         """
         return conversation if self.images is None else self.images.place(conversation, references)
 
-    def expand_images(self, draft: Draft, turns: list[TurnIds]) -> tuple[list[TurnIds], tuple[StoredImage, ...]]:
+    def expand_images(self, draft: Draft, turns: list[TurnIds]) -> tuple[list[TurnIds], tuple[StoredImage | StoredVideo, ...]]:
         """Return the turns with all tokens of their images, and the images.
 
         Raises:

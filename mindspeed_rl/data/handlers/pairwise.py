@@ -30,7 +30,7 @@ from mindspeed_rl.data.handlers.base import (
     Handler,
 )
 from mindspeed_rl.data.handlers.instruction import alpaca_question
-from mindspeed_rl.data.images import StoredImage, build_image_columns
+from mindspeed_rl.data.images import StoredImage, StoredVideo, build_image_columns
 from mindspeed_rl.data.indexed import UNPAIRED_COLUMNS
 from mindspeed_rl.data.messages import OPENAI, MessageForm, choose_form, read_messages, sharegpt_form
 from mindspeed_rl.data.templates import Rendering
@@ -286,11 +286,11 @@ class PairwiseHandler(_AnswerHandler):
         if chosen == rejected:
             raise DroppedRowError("chosen equals rejected")
         sides = [self.place_images(conversation, images) for conversation in (chosen, rejected)]
-        return Draft(tuple(self.render_answers(conversation) for conversation in sides), images=images)
+        return Draft(tuple(self.render_answers(conversation) for conversation in sides), images=sides[0].images)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         columns: dict[str, np.ndarray | list[int]] = {}
-        images: tuple[StoredImage, ...] = ()
+        images: tuple[StoredImage | StoredVideo, ...] = ()
         for side, rendering, turns in zip(("chosen", "rejected"), draft.renderings, encoded, strict=True):
             # both sides have the images of the prompt, which are stored once
             expanded, images = self.expand_images(draft, turns)
@@ -341,7 +341,7 @@ class UnpairedHandler(_AnswerHandler):
         if desirable is None:
             raise MalformedRowError(f"column {self.map['label']!r} must be true or false, not {value!r}")
         conversation = self.place_images(conversation, images)
-        return Draft((self.render_answers(conversation),), desirable, images=images)
+        return Draft((self.render_answers(conversation),), desirable, images=conversation.images)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         turns, images = self.expand_images(draft, encoded[0])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mindspeed_rl.data.images import ImageReader, check_images, read_parts
+from mindspeed_rl.data.images import ImageReader, check_images, count_videos, read_parts
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling, derive_seed
@@ -167,7 +167,7 @@ class AgentConversation:
             return ids
         if self._reader is None:
             raise ValueError("the model of this run reads no images, and a message has one")
-        if (count := len(before) + len(images)) > self._max_images:
+        if (count := len(before) - count_videos(before) + len(images)) > self._max_images:
             key = "generate_config.limit_mm_image_per_prompt"
             raise ValueError(f"the context has {count} images, and {key} is {self._max_images}")
         check_images(images)

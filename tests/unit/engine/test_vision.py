@@ -124,3 +124,26 @@ def test_a_frozen_tower_computes_an_image_once_for_log_probs_and_update(monkeypa
         next(parameter for parameter in tower.merger.parameters() if parameter.dim() == 2).mul_(2.0)
     after = embed(encoder, vision, TALL)
     assert seen == [11, 12, 1, 12, 12, 12] and not torch.equal(before, after)
+
+
+class NoiseVideo(NoiseImage):
+    """A video of random pixels."""
+
+    def __init__(self, seed: int, times: int, rows: int, columns: int, time_step: float) -> None:
+        super().__init__(seed, rows, columns)
+        self.grid, self.time_step = (times, rows, columns), time_step
+
+
+def test_a_video_takes_the_runs_of_its_own_token_and_its_time_counts_in_steps() -> None:
+    vision = read_vision("qwen2.5")
+    video, image = NoiseVideo(4, 3, 4, 4, 2.8), NoiseImage(5, 6, 8)  # 12 tokens each
+    run = [START, *[IMAGE] * 12, END]
+    ids = torch.tensor([5, *run, 6, START, *[tiny_vision.VIDEO] * 12, END, 7, 8, *[tiny_vision.VIDEO] * 12])
+    assert find_images(ids, (image, video), vision, [(32, len(ids))]) == [2, 17]
+    with pytest.raises(ValueError, match="no run of as many tokens 121 follows"):
+        find_images(ids, (image, video, NoiseVideo(6, 2, 2, 2, 1.0)), vision)
+    positions = compute_axis_positions(len(ids), [2, 17], (image, video), vision)
+    # the image begins at 2 and has 3 x 4 tokens; END, 6 and START are at 6 to 8, the video begins at 9, text goes on at 11
+    assert positions[0, 17:29].tolist() == [9] * 4 + [11] * 4 + [14] * 4  # 9 + 2.8 = 11.8, 9 + 5.6 = 14.6
+    assert positions[1, 17:29].tolist() == [9, 9, 10, 10] * 3 and positions[2, 17:29].tolist() == [9, 10] * 6
+    assert positions[:, 29:32].tolist() == [[11, 12, 13]] * 3

@@ -159,7 +159,7 @@ ELSEWHERE: dict[str, str] = {
     "trainers/answer_evaluation.py": "eval_verifier eval_max_tokens",
     "trainers/best_evaluation.py": "eval_metric eval_target eval_patience keep_best",
     "trainers/prompt_loader.py": "data_path eval_data_path eval_sets split dataset_additional_keys max_prompt_length "
-    "long_prompts limit_mm_image_per_prompt",
+    "long_prompts limit_mm_image_per_prompt limit_mm_video_per_prompt",
     "run/rules/run_rules.py": "is_multimodal",
     "trainers/supervised_data.py": "append_eod",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
