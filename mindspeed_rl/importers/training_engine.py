@@ -8,7 +8,7 @@ engine's own rules where the run file is complete (`keep_fsdp`), and of the comm
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mindspeed_rl.config.keys import MegatronConfig
@@ -16,9 +16,10 @@ from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.importers.recipe import ACTOR
 from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.writer import has_experts
 from mindspeed_rl.models.plan import read_model
 from mindspeed_rl.run.draft import draft
-from mindspeed_rl.run.rules.training_engine_rules import check_model_form
+from mindspeed_rl.run.rules.training_engine_rules import adapts_experts, check_model_form
 from mindspeed_rl.run.rules.validation import validate
 
 #: stages that have run on the engine
@@ -44,7 +45,9 @@ def keep_fsdp(run: Import, obstacles: list[str]) -> str:
     """
     resolved = draft(build_run_config(apply_values(run.tree, _FSDP)))
     reasons = [*obstacles, *(item.message for item in validate(resolved) if item.rule == "training_engine")]
-    if form := _find_form(str(run.get(f"{ACTOR}.base_model") or run.get(f"{ACTOR}.load"))):
+    model = str(run.get(f"{ACTOR}.base_model") or run.get(f"{ACTOR}.load"))
+    targets = run.get(f"{ACTOR}.lora_target_modules")
+    if not reasons and (form := _find_form(model, adapts_experts=isinstance(targets, list) and adapts_experts(targets))):
         reasons.append(form)
     if reasons:
         return "; ".join(reasons)
@@ -54,38 +57,49 @@ def keep_fsdp(run: Import, obstacles: list[str]) -> str:
 
 
 def choose_engine(
-    run: Import, options: str, divides: str, *, stage: str, model: str, obstacles: Mapping[str, bool], otherwise: str
+    run: Import,
+    options: str,
+    divides: str,
+    *,
+    stage: str,
+    model: str,
+    targets: Sequence[str],
+    obstacles: Mapping[str, bool],
+    otherwise: str,
 ) -> tuple[tuple[tuple[str, object, str], ...], str]:
     """Return the defaults that choose the engine, and why it is Megatron's although the source divides weights.
 
     Args:
         options: names of the options that divide weights, for which the choice is noted.
         divides: what divides all weights there, such as "ZeRO-3"; empty where nothing does.
+        targets: layers that have adapters.
         obstacles: what stands against the engine -> True where the command has it.
         otherwise: note where nothing divides all weights.
     """
-    defaults, reason = _list_engine(divides, stage, model, obstacles)
+    defaults, reason = _list_engine(divides, stage, model, targets, obstacles)
     run.note_given(options, reason or ("see engine" if defaults else otherwise), changes_nothing=not defaults)
     return defaults, reason
 
 
 def _list_engine(
-    divides: str, stage: str, model: str, obstacles: Mapping[str, bool]
+    divides: str, stage: str, model: str, targets: Sequence[str], obstacles: Mapping[str, bool]
 ) -> tuple[tuple[tuple[str, object, str], ...], str]:
     if not divides:
         return (), ""
     found = [text for text, holds in obstacles.items() if holds]
     if stage not in _STAGES:
         found.insert(0, f"stage {stage}, which has not run on engine fsdp")
-    elif not found and (form := _find_form(model)):
+    elif not found and (form := _find_form(model, adapts_experts=adapts_experts(targets))):
         found.append(form)
     if found:
         return (), f"a layout of Megatron, because of {found[0]}"
     return ((f"{ACTOR}.engine", "fsdp", _REASON.format(divides)),), ""
 
 
-def _find_form(model: str) -> str:
+def _find_form(model: str, *, adapts_experts: bool) -> str:
     """Return why the engine does not compute a model, by its config.json where it is here, else by its name."""
+    if adapts_experts and has_experts(model):
+        return f"{model} has experts, whose layers are among those that get adapters"
     if not Path(model, "config.json").expanduser().is_file():
         name = model.lower()
         return next((f"by its name {model} has {form}" for form, names in _FORMS.items() if re.search(names, name)), "")

@@ -101,9 +101,11 @@ class Model:
 
     def weights(self, elements: Elements) -> int:
         """Return the bytes of weights, adapters and buffers."""
-        all_train = self.trains and not self.config.lora_target_modules
-        itemsize = 4 if self.holding.has_float32_weights and all_train else self.itemsize
-        return -(-self._count_weights(elements) * itemsize // self._shards) + elements.buffers * 4
+        trained = 4 if self.holding.has_float32_weights and self.trains else self.itemsize
+        base = self.itemsize if self.config.lora_target_modules else trained
+        adapters = elements.dense_adapters + elements.expert_adapters
+        size = elements.parameters * base + adapters * trained
+        return -(-size // self._shards) + elements.buffers * 4
 
     def computed_weights(self, elements: Elements) -> int:
         """Return the bytes of full weights in the format that they are computed with."""

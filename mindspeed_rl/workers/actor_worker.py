@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
@@ -38,9 +37,8 @@ class ActorWorker(ActorPhases):
         self._build(plane)
         self.rollout = RolloutReplica(run, plane, self.tokenizer, run_id)
         self._adapters: AdapterFolder | None = None
-        settings = LoraSettings.from_config(run.config.actor_config)
-        if settings is not None and run.generate.lora_push == "adapter":
-            self._adapters = AdapterFolder(self.actor.model, settings, str(self.source.hf_folder))
+        if run.generate.lora_push == "adapter":
+            self._adapters = AdapterFolder(self.actor.require_adapters(), str(self.source.hf_folder))
         self.actor.restore_random()
 
     def resident_bytes(self) -> Mapping[str, int]:

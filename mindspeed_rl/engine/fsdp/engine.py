@@ -85,7 +85,7 @@ class FsdpEngine:
 
     def list_trained(self) -> dict[str, Tensor]:
         """Return this rank's rows of the parameters that train, by name. Not collective."""
-        return {name: self.model.read_shard(name) for name, weight in self.model.names.items() if weight.requires_grad}
+        return {name: self.model.read_shard(name) for name in self.model.list_trained()}
 
     def load(self, source: TensorSource) -> None:
         """Fill this rank's rows from HF tensors."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,9 @@ from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.fsdp.attention import PACKED_ATTENTION, register
+from mindspeed_rl.engine.fsdp.lora import AdapterPair, ShardedAdapters, adapt_module
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
+from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.policy_model import align_values
 from mindspeed_rl.engine.vocab import VocabHead
 from mindspeed_rl.models.hf_module import (
@@ -34,6 +36,8 @@ from mindspeed_rl.models.hf_module import (
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 
+#: prefix of the names of transformers' module in the module around it
+_INNER = "model."
 #: tokens of a check of the head, and the difference of log-probs that rounding in bfloat16 may make
 _CHECKED_TOKENS, _HEAD_BOUND = 8, 0.1
 
@@ -173,10 +177,12 @@ class ShardedModel:
 
     Attributes:
         module: the root, an FSDPModule.
-        names: each parameter by name, in forward order; a tied head has none of its own. Names are HF tensors' names, but
-            where a parameter stacks several.
+        names: each parameter by name, in forward order, then those of adapters; a tied head has none of its own. Names are HF
+            tensors' names, but where a parameter stacks several.
         buffers: buffers that checkpoints have, which do not train and are full on each rank.
         places: place of each HF tensor.
+        pairs: HF tensor -> the parameters that adapt it; none without adapters.
+        adapters: the adapters; None without.
     """
 
     plan: ModelPlan
@@ -184,6 +190,8 @@ class ShardedModel:
     names: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     places: dict[str, TensorPlace]
+    pairs: Mapping[str, AdapterPair] = field(default_factory=dict)
+    adapters: ShardedAdapters | None = None
 
     @property
     def root(self) -> FSDPModule:
@@ -214,6 +222,10 @@ class ShardedModel:
         """Return this rank's rows of a parameter, which are its memory."""
         return cast(DTensor, self.names[parameter].detach()).to_local()
 
+    def gather(self, parameter: str) -> Tensor:
+        """Return a full parameter; collective."""
+        return cast(DTensor, self.names[parameter].detach()).full_tensor()
+
     def read_rows(self, name: str) -> tuple[Tensor, int]:
         """Return this rank's rows of an HF tensor, which are the parameter's memory, and the index of the first."""
         place, rank = self.places[name], dist.get_rank()
@@ -227,18 +239,27 @@ class ShardedModel:
             return local.new_empty(0, *self.shape(name)[1:]), 0
         return local[place.index - start][place.start : place.stop], 0
 
+    def list_matrices(self) -> set[str]:
+        """Return the names of the parameters of adapters."""
+        return {name for pair in self.pairs.values() for name in (pair.a, pair.b)}
+
+    def list_trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that train, by name; with adapters these and a score head."""
+        return {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
+
     def read_gradients(self) -> dict[str, Tensor]:
-        """Return a copy of the full gradients by HF name; collective."""
+        """Return a copy of the full gradients by HF name, and of adapters by their own names; collective."""
         full: dict[str, Tensor] = {}
         for name, parameter in self.names.items():
             if parameter.grad is not None:
                 full[name] = cast(DTensor, parameter.grad).full_tensor()
         gradients = {name: full[place.parameter] for name, place in self.places.items() if place.parameter in full}
         places = ((name, gradient, self.places[name]) for name, gradient in gradients.items())
-        return {
+        read = {
             name: (gradient if place.index is None else gradient[place.index][place.start : place.stop]).clone()
             for name, gradient, place in places
         }
+        return read | {name: full[name].clone() for name in self.list_matrices() & full.keys()}
 
     @torch.no_grad()
     def load(self, source: TensorSource) -> None:
@@ -290,12 +311,18 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     """
     hf_config = read_hf_config(hf_folder, "engine: fsdp")
     compute = torch.bfloat16 if config.bf16 else torch.float32
+    settings, adaptation = LoraSettings.from_config(config), None
     with torch.device("meta"):
         model = _build_module(hf_config, packs=plan.architecture.packs)
         module = _HEADS[plan.model_config.head](model, plan, bool(config.fp32_lm_head))
-    cast_parameters(module, torch.float32 if trains else compute)
-    for parameter in module.parameters():  # those that the class freezes stay so
+        places = _find_places(module, plan)
+        if settings is not None:
+            adaptation = adapt_module(model, plan, settings, places, config.adapted_parts)
+    cast_parameters(module, torch.float32 if trains and adaptation is None else compute)
+    for parameter in module.parameters():  # those that the class or adapters freeze stay so
         parameter.requires_grad_(trains and parameter.requires_grad)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
     device = platform.current().current_device()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     _shard(module, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
@@ -305,7 +332,15 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     model.initialize_weights()
     if trains and config.recompute_granularity == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return ShardedModel(plan, module, *_name_parameters(module, plan))
+    parameters, buffers = _list_values(module)
+    names = dict.fromkeys(place.parameter for place in places.values() if place.parameter in parameters)
+    matrices = () if adaptation is None else (name for pair in adaptation.pairs.values() for name in (pair.a, pair.b))
+    ordered = {name: parameters[name] for name in (*names, *matrices)}
+    if adaptation is None:
+        return ShardedModel(plan, module, ordered, buffers, places)
+    adapters = ShardedAdapters(plan, adaptation, ordered)
+    adapters.init(config.seed)
+    return ShardedModel(plan, module, ordered, buffers, places, adaptation.pairs, adapters)
 
 
 def _build_module(hf_config: PretrainedConfig, *, packs: bool) -> PreTrainedModel:
@@ -344,17 +379,20 @@ def list_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     return list(max(lists, key=len))
 
 
-def _name_parameters(
-    module: PolicyModule | ValueModule, plan: ModelPlan
-) -> tuple[dict[str, nn.Parameter], dict[str, Tensor], dict[str, TensorPlace]]:
-    """Return the parameters and the buffers by name, and the place of each HF tensor.
+def _list_values(module: PolicyModule | ValueModule) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Return the parameters and the buffers that checkpoints have, by name."""
+    state = module.state_dict()
+    parameters = {name.removeprefix(_INNER): parameter for name, parameter in module.named_parameters()}
+    return parameters, {name.removeprefix(_INNER): buffer for name, buffer in module.named_buffers() if name in state}
+
+
+def _find_places(module: PolicyModule | ValueModule, plan: ModelPlan) -> dict[str, TensorPlace]:
+    """Return the place of each HF tensor in a model without adapters.
 
     Raises:
-        ValueError: they are not the tensors of the family's table of weights.
+        ValueError: its weights are not the tensors of the family's table of weights.
     """
-    found = {name.removeprefix("model."): parameter for name, parameter in module.named_parameters()}
-    state = module.state_dict()
-    buffers = {name.removeprefix("model."): buffer for name, buffer in module.named_buffers() if name in state}
+    found, buffers = _list_values(module)
     names, values = CheckpointNames(module.model, buffers=True), {**found, **buffers}
     places: dict[str, TensorPlace] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -364,14 +402,12 @@ def _name_parameters(
         for name, shape in zip(op.hf, op.shapes):
             place = None if name in values else find_place(names, name, values)
             places[name], shapes[name] = TensorPlace(name) if place is None else place[0], shape
-    parameters = {place.parameter: found[place.parameter] for place in places.values() if place.parameter in found}
-    model = ShardedModel(plan, module, parameters, buffers, places)
-    known = {place.parameter for place in places.values()}
-    differing = {*found, *buffers} ^ known
+    model = ShardedModel(plan, module, found, buffers, places)
+    differing = {*found, *buffers} ^ {place.parameter for place in places.values()}
     differing |= {name for name in places if places[name].parameter not in differing and model.shape(name) != shapes[name]}
     if differing:
         raise ValueError(
             f"{type(module.model).__name__} of this transformers has other weights than {plan.architecture.name}: "
             f"{min(differing)}; set engine: megatron for the role."
         )
-    return parameters, buffers, places
+    return places

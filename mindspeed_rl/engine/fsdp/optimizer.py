@@ -28,7 +28,7 @@ def build_adamw(config: MegatronConfig, model: ShardedModel) -> torch.optim.Adam
     if config.lr is None:
         raise ValueError("lr: no learning rate is set; a role that trains needs one.")
     groups: dict[float, list[torch.nn.Parameter]] = {1.0: [], 0.0: []}
-    for name, parameter in model.names.items():
+    for name, parameter in model.list_trained().items():
         groups[0.0 if parameter.dim() == 1 or name.endswith(".bias") else 1.0].append(parameter)
     return torch.optim.AdamW(
         [{"params": members, "wd_mult": factor} for factor, members in groups.items() if members],

@@ -6,7 +6,7 @@ listed by `explain` as without effect. `tests/unit/run/test_training_engines.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -21,7 +21,10 @@ from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.violation import Broken, violate
 
 _SHARDS = "it divides every weight over all devices, and not layers or sequences"
-_NO_ADAPTERS = "it has no adapters"
+_STACKED = (
+    "linear_fc1 and linear_fc2 are layers of experts, which transformers' module has in one stack without adapters; leave them "
+    "out, or set engine: megatron"
+)
 
 
 class ModelFamily(Protocol):
@@ -94,7 +97,6 @@ _FSDP = _EngineLimits(
         **_same("stream_ref_weights", (False,), "a reference has a part of every weight on each device"),
         **_same("async_save", (False,), "it writes checkpoints before training continues"),
         **_same("check_weight_copies_interval", (0,), "no weight is on two of its devices"),
-        **_same("lora_target_modules", (None,), _NO_ADAPTERS),
         **_same("mtp_num_layers", (0,), "it trains no multi-token-prediction layers"),
         **_same("dsa_indexer_loss_coeff", (0.0,), "it trains no indexers"),
         **_same("attention_dropout hidden_dropout", (0.0,), "it has no dropout"),
@@ -129,7 +131,6 @@ _FSDP = _EngineLimits(
             "muon_tp_mode".split(),
             "it has no Muon",
         ),
-        **dict.fromkeys("lora_r lora_alpha lora_dropout lora_ckpt_filter".split(), _NO_ADAPTERS),
         **dict.fromkeys("vit_lr aligner_lr".split(), "it trains no vision tower"),
         **dict.fromkeys("mtp_loss_scaling_factor mtp_detach_heads".split(), "it trains no multi-token-prediction layers"),
         **dict.fromkeys(
@@ -155,6 +156,11 @@ def training_engine_rules(run: Run) -> Iterator[Broken]:
         role: MegatronConfig = getattr(cfg, group)
         engines[role.engine] = None
         yield from _check_keys(role.engine, f"{group}.", _LIMITS[role.engine].role_keys, role)
+        targets = role.lora_target_modules or []
+        if computes_by_module(role) and adapts_experts(targets) and cfg.with_shape(group).num_experts:
+            key = f"{group}.lora_target_modules"
+            kept = [name for name in targets if not adapts_experts([name])] or None
+            yield violate("training_engine", f"[{key}] cannot be used with engine: {role.engine}: {_STACKED}", {key: kept})
     for engine in engines:
         for path, limit in _LIMITS[engine].run_keys.items():
             *groups, key = path.split(".")
@@ -192,6 +198,11 @@ def _check_keys(engine: str, prefix: str, limits: Mapping[str, _KeyLimit], group
             )
 
 
+def adapts_experts(targets: Iterable[str]) -> bool:
+    """Return True where layers of experts are among those that get adapters, in a model that has experts."""
+    return not {"linear_fc1", "linear_fc2"}.isdisjoint(targets)
+
+
 def find_idle_reason(role: MegatronConfig, name: str) -> str:
     """Return why the engine of a role does not read a key; empty where it does."""
     reason = _LIMITS[role.engine].without_effect.get(name)
@@ -221,6 +232,8 @@ def check_model_form(config: MegatronConfig, architecture: ModelFamily, model_co
             f"engine: {config.engine} does not compute {architecture.name}: {architecture.module_obstacle}; set engine: "
             "megatron."
         )
+    if model_config.num_moe_experts and adapts_experts(config.lora_target_modules or ()):
+        raise ValueError(f"lora_target_modules cannot be used with engine: {config.engine}: {_STACKED}")
     if config.bf16 and architecture.kept_in_float32:
         raise ValueError(
             f"bf16: true with engine: {config.engine} computes with every weight in bfloat16, and {architecture.name} keeps "

@@ -946,7 +946,7 @@ def test_a_dense_model_under_fsdp_keeps_its_engine(strategy: str) -> None:
         (f"{A}.ulysses_sequence_parallel_size=2", "Ulysses over 2 devices: engine: fsdp does not split sequences"),
         (f"{A}.strategy=fsdp_turbo", "fsdp_turbo spreads experts or sequences"),
         (f"{A}.strategy=veomni", "veomni spreads experts or sequences"),
-        (f"{M}.lora_rank=8", "it has no adapters"),
+        (f"{M}.lora_rank=8 {M}.path=Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B has experts, whose layers are"),
         (f"{M}.path=/m/gpt-oss-20b", "by its name /m/gpt-oss-20b has experts that transformers keeps transposed"),
         (f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct {A}.freeze_vision_tower=True", "has images"),
         (f"{A}.use_prefix_grouper=True", "rl_config.use_prefix_grouper (true) cannot be used with engine: fsdp"),

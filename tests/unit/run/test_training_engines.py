@@ -27,7 +27,7 @@ _READ = set(
     "npu_deterministic threads_per_worker "
     "deterministic ai_framework log_interval device_hour_price eval_iters eval_interval skip_train "
     "eval_max_tokens eval_metric eval_n_samples eval_patience eval_sets eval_target eval_temperature eval_verifier "
-    "keep_best".split()
+    "keep_best lora_target_modules lora_r lora_alpha lora_dropout lora_ckpt_filter".split()
 )
 
 
@@ -52,7 +52,6 @@ _REFUSED: list[tuple[str, str, Any]] = [
     ("actor_config", "tensor_model_parallel_size", 2),
     ("actor_config", "optimizer", "muon"),
     ("actor_config", "recompute_granularity", "selective"),
-    ("actor_config", "lora_target_modules", ["linear_qkv"]),
     ("actor_config", "async_save", True),
     ("actor_config", "mtp_num_layers", 1),
     ("actor_config", "grad_reduce_in_fp32", False),
