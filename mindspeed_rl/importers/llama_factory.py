@@ -17,7 +17,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.training_engine import choose_engine
+from mindspeed_rl.importers.training_engine import Split, choose_engine
 from mindspeed_rl.importers.translators import (
     count_accelerated,
     join_words,
@@ -412,7 +412,7 @@ def _choose_engine(
     obstacles = {"images": command.has("image_max_pixels", "freeze_vision_tower")}
     stage, kept = _STAGES[stage], "optimizer state is spread by use_distributed_optimizer"
     return choose_engine(
-        run, "deepspeed", divides, stage=stage, model=model, targets=targets, obstacles=obstacles, otherwise=kept
+        run, "deepspeed", divides, stage=stage, model=model, layout=Split(targets), obstacles=obstacles, otherwise=kept
     )[0]
 
 

@@ -46,7 +46,7 @@ from mindspeed_rl.importers.recipe import (
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.training_engine import choose_engine
+from mindspeed_rl.importers.training_engine import Split, choose_engine
 from mindspeed_rl.importers.translators import (
     choose_training,
     describe_preprocessing,
@@ -401,7 +401,7 @@ def _choose_engine(run: Import, command: SourceCommand, recipe: Recipe) -> tuple
     stage, model, kept = recipe.stage, recipe.model or "", "optimizer state is spread by use_distributed_optimizer"
     targets = [] if recipe.adapters is None else recipe.adapters.targets
     return choose_engine(
-        run, "ds.zero_stage", divides, stage=stage, model=model, targets=targets, obstacles=obstacles, otherwise=kept
+        run, "ds.zero_stage", divides, stage=stage, model=model, layout=Split(targets), obstacles=obstacles, otherwise=kept
     )[0]
 
 

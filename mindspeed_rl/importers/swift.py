@@ -47,7 +47,7 @@ from mindspeed_rl.importers.swift_weights import (
     name_tower,
     note_chat_template,
 )
-from mindspeed_rl.importers.training_engine import choose_engine
+from mindspeed_rl.importers.training_engine import Split, choose_engine
 from mindspeed_rl.importers.translators import read_option_file
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
@@ -232,7 +232,6 @@ def _choose_engine(
     names = "fsdp fsdp_config"
     divides = "" if sizes.is_megatron else _find_division(run, command)
     obstacles = {
-        "sequences that several devices share": sizes.cp > 1,
         "images": any(IMAGES.search(text) for name in ("model", "dataset") for text in command.list_texts(name)),
         "another optimizer than AdamW": command.text("optimizer", "adam") != "adam",
         "a reference that moves": command.flag("sync_ref_model"),
@@ -240,7 +239,7 @@ def _choose_engine(
     }
     stage, model = STAGES[kind], command.text("model")
     defaults, reason = choose_engine(
-        run, names, divides, stage=stage, model=model, targets=targets, obstacles=obstacles, otherwise="off"
+        run, names, divides, stage=stage, model=model, layout=Split(targets, sizes.cp), obstacles=obstacles, otherwise="off"
     )
     if reason and "--deepspeed" in run.translated:
         run.translated["--deepspeed"] += f"; {reason}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config.keys import MegatronConfig
@@ -31,6 +32,21 @@ _FORMS = {
     "images": r"(?:^|[^a-z])vl\d*(?:[^a-z]|$)|vision|omni|llava|internvl|minicpm|gemma-?[34]-|qwen3\.[5-9]",
     "experts that transformers keeps transposed": r"gpt-?oss",
 }
+#: the same where the tokens of a row are divided over devices
+_WHOLE_ROWS = {"layers that compute whole rows only": r"qwen3-?next|deepseek-v3\.2|glm-?5"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """What of a run its model must allow.
+
+    Attributes:
+        targets: layers that have adapters.
+        context: devices that divide the tokens of a row.
+    """
+
+    targets: Sequence[str] = ()
+    context: int = 1
 
 
 def keep_fsdp(run: Import, obstacles: list[str]) -> str:
@@ -46,8 +62,9 @@ def keep_fsdp(run: Import, obstacles: list[str]) -> str:
     resolved = draft(build_run_config(apply_values(run.tree, _FSDP)))
     reasons = [*obstacles, *(item.message for item in validate(resolved) if item.rule == "training_engine")]
     model = str(run.get(f"{ACTOR}.base_model") or run.get(f"{ACTOR}.load"))
-    targets = run.get(f"{ACTOR}.lora_target_modules")
-    if not reasons and (form := _find_form(model, adapts_experts=isinstance(targets, list) and adapts_experts(targets))):
+    targets, context = (run.get(f"{ACTOR}.{name}") for name in ("lora_target_modules", "context_parallel_size"))
+    layout = Split(targets if isinstance(targets, list) else (), context if isinstance(context, int) else 1)
+    if not reasons and (form := _find_form(model, layout)):
         reasons.append(form)
     if reasons:
         return "; ".join(reasons)
@@ -63,7 +80,7 @@ def choose_engine(
     *,
     stage: str,
     model: str,
-    targets: Sequence[str],
+    layout: Split,
     obstacles: Mapping[str, bool],
     otherwise: str,
 ) -> tuple[tuple[tuple[str, object, str], ...], str]:
@@ -72,40 +89,42 @@ def choose_engine(
     Args:
         options: names of the options that divide weights, for which the choice is noted.
         divides: what divides all weights there, such as "ZeRO-3"; empty where nothing does.
-        targets: layers that have adapters.
+        layout: what of the run its model must allow.
         obstacles: what stands against the engine -> True where the command has it.
         otherwise: note where nothing divides all weights.
     """
-    defaults, reason = _list_engine(divides, stage, model, targets, obstacles)
+    defaults, reason = _list_engine(divides, stage, model, layout, obstacles)
     run.note_given(options, reason or ("see engine" if defaults else otherwise), changes_nothing=not defaults)
     return defaults, reason
 
 
 def _list_engine(
-    divides: str, stage: str, model: str, targets: Sequence[str], obstacles: Mapping[str, bool]
+    divides: str, stage: str, model: str, layout: Split, obstacles: Mapping[str, bool]
 ) -> tuple[tuple[tuple[str, object, str], ...], str]:
     if not divides:
         return (), ""
     found = [text for text, holds in obstacles.items() if holds]
     if stage not in _STAGES:
         found.insert(0, f"stage {stage}, which has not run on engine fsdp")
-    elif not found and (form := _find_form(model, adapts_experts=adapts_experts(targets))):
+    elif not found and (form := _find_form(model, layout)):
         found.append(form)
     if found:
         return (), f"a layout of Megatron, because of {found[0]}"
     return ((f"{ACTOR}.engine", "fsdp", _REASON.format(divides)),), ""
 
 
-def _find_form(model: str, *, adapts_experts: bool) -> str:
+def _find_form(model: str, layout: Split) -> str:
     """Return why the engine does not compute a model, by its config.json where it is here, else by its name."""
-    if adapts_experts and has_experts(model):
+    if adapts_experts(layout.targets) and has_experts(model):
         return f"{model} has experts, whose layers are among those that get adapters"
     if not Path(model, "config.json").expanduser().is_file():
+        forms = _FORMS | (_WHOLE_ROWS if layout.context > 1 else {})
         name = model.lower()
-        return next((f"by its name {model} has {form}" for form, names in _FORMS.items() if re.search(names, name)), "")
+        return next((f"by its name {model} has {form}" for form, names in forms.items() if re.search(names, name)), "")
     try:
         architecture, shape, _ = read_model(Path(model).expanduser())
-        check_model_form(MegatronConfig(engine="fsdp", bf16=True), architecture, shape)
+        config = MegatronConfig(engine="fsdp", bf16=True, context_parallel_size=layout.context)
+        check_model_form(config, architecture, shape)
     except ValueError as error:
         return str(error)
     return ""

@@ -118,7 +118,7 @@ class Model:
     @property
     def _shards(self) -> int:
         """Ranks that a weight or a gradient is divided over, besides the parts of tensor and expert parallelism."""
-        return self.dp if self.holding.is_sharded else 1
+        return (self.config.fsdp_size or self.dp) if self.holding.is_sharded else 1
 
     def pass_weights(self, stage: int, stages: int) -> int:
         """Return the most bytes of the weights that a pass has at a time, on the devices of stage `stage` of the actor's."""
@@ -179,7 +179,9 @@ class Model:
         has_copy = self.config.bf16 and not self.holding.has_float32_weights
         bytes_each = (8 if stepped else 0) + (0 if not has_copy else 2 if self.config.reuse_fp32_param else 4)
         dense, expert = self._count_trained(elements)
-        if self.config.use_distributed_optimizer or self.holding.is_sharded:
+        if self.holding.is_sharded:
+            dense, expert = -(-dense // self._shards), -(-expert // self._shards)
+        elif self.config.use_distributed_optimizer:
             dense, expert = -(-dense // self.dp), -(-expert // self.expert_dp)
         has_single_moment = self.config.optimizer == "muon" and stepped
         return bytes_each * (dense + expert) - (4 * elements.matrices if has_single_moment else 0)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine.batching import BatchShape
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.checkpoint import MegatronFiles
@@ -109,7 +108,8 @@ def _read_buffers(model: BuiltModel) -> dict[str, Tensor]:
 
 def _build_fsdp(config: MegatronConfig, plan: ModelPlan, hf_folder: Path, passes: PassSettings, trains: bool) -> BuiltEngine:
     model = build_sharded_model(config, plan, hf_folder, trains=trains)
-    shape = BatchShape(packed=passes.packed and plan.architecture.packs, fixed_width=passes.fixed_width, pad_id=passes.pad_id)
+    packed = passes.packed and plan.architecture.packs
+    shape = batch_shape(config, packed=packed, pad_id=passes.pad_id, fixed_width=passes.fixed_width)
     engine = FsdpEngine(config, model, shape, temperature=passes.temperature)
     return BuiltEngine(engine, lambda: ShardStream(model), DcpFiles(engine), model.read_gradients, model.adapters)
 

@@ -66,10 +66,15 @@ def train(setting: Setting, steps: int = 5) -> dict[str, Any]:
         return summary(results, weights) | {"gradients": gradients}
 
 
+def _list_mine() -> range:
+    """Indexes of `my_rows`."""
+    return range(parallel_state.get_data_parallel_rank(), 8, parallel_state.get_data_parallel_world_size())
+
+
 def forward(setting: Setting) -> dict[int, tuple[Any, Any]]:
     """Log-probs and entropies by row, of this rank's rows."""
     with engine_of(setting) as (engine, _):
-        mine = range(dist.get_rank(), 8, dist.get_world_size())
+        mine = _list_mine()
         output = engine.forward(my_rows(all_rows()), setting.batching)
         return {row: (a.numpy(), b.numpy()) for row, a, b in zip(mine, *output)}
 
@@ -144,7 +149,7 @@ ADAPTED = {"lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "l
 
 def _report_adapters(engine: Any, stream: Any, disabled: Any, steps: int, setting: Setting) -> dict[str, Any]:
     """Log-probs with and without adapters, and what some steps make of them."""
-    rows, mine = my_rows(all_rows()), range(dist.get_rank(), 8, dist.get_world_size())
+    rows, mine = my_rows(all_rows()), _list_mine()
     with_adapters = engine.forward(rows, setting.batching)[0]
     with disabled:
         without = engine.forward(rows, setting.batching)[0]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch import Tensor
@@ -37,7 +36,9 @@ class DcpFiles:
 
     def describe(self) -> dict[str, Any]:
         """Return the layout, and the steps on which Adam's bias correction depends."""
-        return {"layout": {"shards": dist.get_world_size()}, "optimizer_steps": self._engine.optimizer_steps}
+        context = self._engine.config.context_parallel_size
+        layout = {"shards": self._engine.model.shards} | ({"cp": context} if context > 1 else {})
+        return {"layout": layout, "optimizer_steps": self._engine.optimizer_steps}
 
     def check(self, record: Mapping[str, Any], path: Path) -> None:
         """Accept every checkpoint of this engine: names and shapes are the model's, which the load compares."""

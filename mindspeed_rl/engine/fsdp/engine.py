@@ -35,7 +35,7 @@ _Batch = TypeVar("_Batch")
 
 
 class FsdpEngine:
-    """The `interface.Engine` of transformers' modules: every rank is a data-parallel replica that has a shard of all weights.
+    """The `interface.Engine` of transformers' modules: every rank has a shard of all weights, and rows or a part of them.
 
     Gradients of micro-batches are added up on each rank and reduced once, with the last.
 
@@ -208,6 +208,8 @@ class FsdpEngine:
         """
         gradients = list_gradients(self.model)
         counted = torch.stack([loss.count.to(torch.int64) for loss in losses]).sum()
+        # every rank that divides the tokens of a row computes the full loss; it counts once
+        counted *= int(parallel_state.get_context_parallel_rank() == 0)
         dist.all_reduce(counted)
         torch._foreach_mul_(gradients, 1.0 / counted.clamp(min=1))
         checks = not self.config.no_check_for_nan_in_loss_and_grad
@@ -215,7 +217,7 @@ class FsdpEngine:
         finite = torch.stack([value.float() for value in sums]).isfinite().all().float()
         if checks:  # on all ranks: if only one raised, the others would wait in the optimizer
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        square = compute_squared_norm(gradients, self.device)
+        square = compute_squared_norm(gradients, self.device, dist.get_world_size() // self.model.shards)
         all_finite, total, read = PendingMetrics.read((loss.metrics for loss in losses), [finite, counted, square])
         norm = read**0.5
         if checks and not (all_finite and math.isfinite(norm)):

@@ -231,8 +231,9 @@ class ShardedAdapters:
 def read_rows(parameter: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of a parameter that is sharded by rows, which are its memory, and the index of the first."""
     sharded = cast(DTensor, parameter.detach())
-    size, ranks = sharded.shape[0], sharded.device_mesh.size()
-    return sharded.to_local(), min(dist.get_rank() * -(-size // ranks), size)
+    # the last dimension of a mesh divides the rows
+    size, shard, shards = sharded.shape[0], sharded.device_mesh.get_local_rank(-1), sharded.device_mesh.size(-1)
+    return sharded.to_local(), min(shard * -(-size // shards), size)
 
 
 def _fill_rows(parameter: nn.Parameter, values: Tensor, window: tuple[slice, ...] = (slice(None),)) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.fsdp.attention import PACKED_ATTENTION, register
+from mindspeed_rl.engine.fsdp.attention import PACKED_ATTENTION, SequenceSplit, register
 from mindspeed_rl.engine.fsdp.lora import AdapterPair, ShardedAdapters, adapt_module
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
 from mindspeed_rl.engine.lora_layers import LoraSettings
@@ -38,6 +39,8 @@ from mindspeed_rl.models.weights import TensorSource
 
 #: prefix of the names of transformers' module in the module around it
 _INNER = "model."
+#: dimension of the mesh along which weights are divided
+_SHARD = "shard"
 #: tokens of a check of the head, and the difference of log-probs that rounding in bfloat16 may make
 _CHECKED_TOKENS, _HEAD_BOUND = 8, 0.1
 
@@ -80,9 +83,9 @@ class PolicyModule(nn.Module):
         vocab_size: tokens that have a probability.
     """
 
-    def __init__(self, model: PreTrainedModel, plan: ModelPlan, *, in_float32: bool) -> None:
+    def __init__(self, model: PreTrainedModel, plan: ModelPlan, context: dist.ProcessGroup | None, *, in_float32: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._context = model, context
         self.vocab_size = plan.model_config.vocab_size
         self._softcap, self._in_float32 = plan.model_config.final_logit_softcapping, in_float32
 
@@ -104,11 +107,12 @@ class PolicyModule(nn.Module):
                 vocab_chunk_size=request.vocab_chunk_size,
             ),
             select=_select,
-            align=lambda values: align_values(values, micro_batch, None),
+            align=lambda values: align_values(values, micro_batch, self._context),
             position_ids=micro_batch.position_ids,
             inputs={},
         )
-        results = request.outputs.compute(head, _select(compute_hidden(self.model, micro_batch), micro_batch.hidden_index))
+        hidden = compute_hidden(self.model, micro_batch, self._context)
+        results = request.outputs.compute(head, _select(hidden, micro_batch.hidden_index))
         # FSDP's hook at the start of the backward pass would be lost by an in-place change of a view
         return tuple(result.clone() for result in results)
 
@@ -125,9 +129,9 @@ class PolicyModule(nn.Module):
 class ValueModule(nn.Module):
     """A language model with one value before each predicted token, under the name of transformers' sequence classifiers."""
 
-    def __init__(self, model: PreTrainedModel, plan: ModelPlan) -> None:
+    def __init__(self, model: PreTrainedModel, plan: ModelPlan, context: dist.ProcessGroup | None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._context = model, context
         model.set_output_embeddings(nn.Identity())
         self.score = nn.Linear(plan.model_config.hidden_size, 1, bias=False)
         self.vocab_size = plan.model_config.vocab_size
@@ -135,20 +139,24 @@ class ValueModule(nn.Module):
     def forward(self, request: Request) -> tuple[Tensor, ...]:
         """Compute the values of a micro-batch, [rows, width] float32, 0 on padding."""
         micro_batch = request.micro_batch
-        values = self.score(_select(compute_hidden(self.model, micro_batch), micro_batch.hidden_index))
-        return tuple(result.clone() for result in align_values([values[:, 0].float()], micro_batch, None))
+        hidden = _select(compute_hidden(self.model, micro_batch, self._context), micro_batch.hidden_index)
+        values = self.score(hidden)[:, 0].float()
+        return tuple(result.clone() for result in align_values([values], micro_batch, self._context))
 
 
-_HEADS: dict[str, Callable[[PreTrainedModel, ModelPlan, bool], PolicyModule | ValueModule]] = {
-    "lm": lambda model, plan, in_float32: PolicyModule(model, plan, in_float32=in_float32),
-    "reward": lambda model, plan, in_float32: ValueModule(model, plan),
+_HEADS: dict[str, Callable[[PreTrainedModel, ModelPlan, dist.ProcessGroup | None, bool], PolicyModule | ValueModule]] = {
+    "lm": lambda model, plan, context, in_float32: PolicyModule(model, plan, context, in_float32=in_float32),
+    "reward": lambda model, plan, context, in_float32: ValueModule(model, plan, context),
 }
 
 
-def compute_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
+def compute_hidden(model: PreTrainedModel, micro_batch: MicroBatch, context: dist.ProcessGroup | None) -> Tensor:
     """Return [tokens, rows, h]: the hidden states that reach the head.
 
     Padding is after the tokens of a row, none of which attends to it or has a state from it.
+
+    Args:
+        context: ranks that divide the tokens of each row; None where this rank has all.
     """
     layout: dict[str, Any] = {}
     if micro_batch.packed is not None:
@@ -157,6 +165,8 @@ def compute_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         layout = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     if model.config._attn_implementation == PACKED_ATTENTION:
         layout["position_ids"] = micro_batch.position_ids
+    if context is not None:
+        layout["sequence_split"] = SequenceSplit.build(micro_batch, context)
     output = _get_decoder(model)(input_ids=micro_batch.input_ids, use_cache=False, **layout)
     return output.last_hidden_state.transpose(0, 1)
 
@@ -181,6 +191,7 @@ class ShardedModel:
             tensors' names, but where a parameter stacks several.
         buffers: buffers that checkpoints have, which do not train and are full on each rank.
         places: place of each HF tensor.
+        shards: ranks that divide each weight; with fewer than all, each range of rows is on several ranks.
         pairs: HF tensor -> the parameters that adapt it; none without adapters.
         adapters: the adapters; None without.
     """
@@ -190,6 +201,7 @@ class ShardedModel:
     names: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     places: dict[str, TensorPlace]
+    shards: int
     pairs: Mapping[str, AdapterPair] = field(default_factory=dict)
     adapters: ShardedAdapters | None = None
 
@@ -213,10 +225,11 @@ class ShardedModel:
         if place.parameter in self.buffers:
             return [(0, rows)] * num_ranks
         size = self.names[place.parameter].shape[0]
-        edges = [first_row(size, num_ranks, rank) for rank in range(num_ranks + 1)]
-        if place.index is None:
-            return list(zip(edges, edges[1:]))
-        return [(0, rows) if start <= place.index < stop else (0, 0) for start, stop in zip(edges, edges[1:])]
+        edges = [first_row(size, self.shards, shard) for shard in range(self.shards + 1)]
+        ranges = list(zip(edges, edges[1:]))
+        if place.index is not None:
+            ranges = [(0, rows) if start <= place.index < stop else (0, 0) for start, stop in ranges]
+        return ranges * (num_ranks // self.shards)
 
     def read_shard(self, parameter: str) -> Tensor:
         """Return this rank's rows of a parameter, which are its memory."""
@@ -228,11 +241,11 @@ class ShardedModel:
 
     def read_rows(self, name: str) -> tuple[Tensor, int]:
         """Return this rank's rows of an HF tensor, which are the parameter's memory, and the index of the first."""
-        place, rank = self.places[name], dist.get_rank()
+        place = self.places[name]
         if place.parameter in self.buffers:
             return self.buffers[place.parameter], 0
         local = self.read_shard(place.parameter)
-        start = first_row(self.names[place.parameter].shape[0], dist.get_world_size(), rank)
+        start = first_row(self.names[place.parameter].shape[0], self.shards, dist.get_rank() % self.shards)
         if place.index is None:
             return local, start
         if not start <= place.index < start + len(local):
@@ -314,7 +327,8 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     settings, adaptation = LoraSettings.from_config(config), None
     with torch.device("meta"):
         model = _build_module(hf_config, packs=plan.architecture.packs)
-        module = _HEADS[plan.model_config.head](model, plan, bool(config.fp32_lm_head))
+        context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        module = _HEADS[plan.model_config.head](model, plan, context, bool(config.fp32_lm_head))
         places = _find_places(module, plan)
         if settings is not None:
             adaptation = adapt_module(model, plan, settings, places, config.adapted_parts)
@@ -324,7 +338,7 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     device = platform.current().current_device()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = _build_mesh(device.type, config.fsdp_size)
     _shard(module, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
     module.to_empty(device=device)
     # or the next call would give it random values; it makes only buffers, such as rotary frequencies
@@ -332,15 +346,24 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     model.initialize_weights()
     if trains and config.recompute_granularity == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    shards = mesh[_SHARD].size()
     parameters, buffers = _list_values(module)
     names = dict.fromkeys(place.parameter for place in places.values() if place.parameter in parameters)
     matrices = () if adaptation is None else (name for pair in adaptation.pairs.values() for name in (pair.a, pair.b))
     ordered = {name: parameters[name] for name in (*names, *matrices)}
     if adaptation is None:
-        return ShardedModel(plan, module, ordered, buffers, places)
+        return ShardedModel(plan, module, ordered, buffers, places, shards)
     adapters = ShardedAdapters(plan, adaptation, ordered)
     adapters.init(config.seed)
-    return ShardedModel(plan, module, ordered, buffers, places, adaptation.pairs, adapters)
+    return ShardedModel(plan, module, ordered, buffers, places, shards, adaptation.pairs, adapters)
+
+
+def _build_mesh(device_type: str, shards: int | None) -> DeviceMesh:
+    """Return the mesh of the training world: of ranks that divide each weight, or of groups of these that have copies."""
+    size = dist.get_world_size()
+    if shards is None or shards == size:
+        return init_device_mesh(device_type, (size,), mesh_dim_names=(_SHARD,))
+    return init_device_mesh(device_type, (size // shards, shards), mesh_dim_names=("replicate", _SHARD))
 
 
 def _build_module(hf_config: PretrainedConfig, *, packs: bool) -> PreTrainedModel:
@@ -402,7 +425,7 @@ def _find_places(module: PolicyModule | ValueModule, plan: ModelPlan) -> dict[st
         for name, shape in zip(op.hf, op.shapes):
             place = None if name in values else find_place(names, name, values)
             places[name], shapes[name] = TensorPlace(name) if place is None else place[0], shape
-    model = ShardedModel(plan, module, found, buffers, places)
+    model = ShardedModel(plan, module, found, buffers, places, 1)
     differing = {*found, *buffers} ^ {place.parameter for place in places.values()}
     differing |= {name for name in places if places[name].parameter not in differing and model.shape(name) != shapes[name]}
     if differing:

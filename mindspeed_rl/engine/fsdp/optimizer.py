@@ -58,11 +58,17 @@ def list_gradients(model: ShardedModel) -> list[Tensor]:
 
 
 @torch.no_grad()
-def compute_squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the squared norm of all gradients, 0-d float32, not read back; collective."""
+def compute_squared_norm(gradients: Sequence[Tensor], device: torch.device, copies: int) -> Tensor:
+    """Return the squared norm of all gradients, 0-d float32, not read back; collective.
+
+    Args:
+        gradients: this rank's rows.
+        device: of the result.
+        copies: ranks that have the same rows.
+    """
     square = torch.zeros(1, device=device)
     if gradients:
-        square += torch.stack(torch._foreach_norm(list(gradients))).square().sum()
+        square += torch.stack(torch._foreach_norm(list(gradients))).square().sum() / copies
     dist.all_reduce(square)
     return square.reshape(())
 

@@ -20,7 +20,7 @@ from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.violation import Broken, violate
 
-_SHARDS = "it divides every weight over all devices, and not layers or sequences"
+_SHARDS = "it divides every weight over the devices, and not layers"
 _STACKED = (
     "linear_fc1 and linear_fc2 are layers of experts, which transformers' module has in one stack without adapters; leave them "
     "out, or set engine: megatron"
@@ -38,6 +38,9 @@ class ModelFamily(Protocol):
 
     @property
     def kept_in_float32(self) -> str: ...
+
+    @property
+    def packs(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def _same(names: str, allowed: tuple[object, ...], reason: str) -> dict[str, _Ke
 
 _FSDP = _EngineLimits(
     role_keys={
-        **_same("tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size", (1,), _SHARDS),
+        **_same("tensor_model_parallel_size pipeline_model_parallel_size", (1,), _SHARDS),
         **_same("expert_model_parallel_size", (1,), _SHARDS),
         **_same("expert_tensor_parallel_size", (None, 1), _SHARDS),
         **_same("num_layers_per_virtual_pipeline_stage num_layer_list noop_layers", (None,), _SHARDS),
@@ -117,7 +120,6 @@ _FSDP = _EngineLimits(
         "ddp_bucket_size": "a layer is a bucket",
         "padded_vocab_size": "its embedding has the rows of config.json",
         "sequence_parallel": _SHARDS,
-        "context_parallel_algo": _SHARDS,
         "optimizer_offload_path": "it has no file of optimizer states",
         "swap_optimizer_times": "a swapped optimizer comes to the device in one part",
         "hccl_group_buffer": "its one group has rl_config.hccl_buffersize",
@@ -156,6 +158,8 @@ def training_engine_rules(run: Run) -> Iterator[Broken]:
         role: MegatronConfig = getattr(cfg, group)
         engines[role.engine] = None
         yield from _check_keys(role.engine, f"{group}.", _LIMITS[role.engine].role_keys, role)
+        if computes_by_module(role):
+            yield from _check_devices(run, group, role)
         targets = role.lora_target_modules or []
         if computes_by_module(role) and adapts_experts(targets) and cfg.with_shape(group).num_experts:
             key = f"{group}.lora_target_modules"
@@ -167,6 +171,21 @@ def training_engine_rules(run: Run) -> Iterator[Broken]:
             holder: object = reduce(_read_group, groups, cfg)
             if holder is not None:
                 yield from _check_keys(engine, ".".join([*groups, ""]), {key: limit}, holder)
+
+
+def _check_devices(run: Run, group: str, role: MegatronConfig) -> Iterator[Broken]:
+    """Check the groups of devices that divide weights, or the tokens of a row."""
+    name = group.removesuffix("_config")
+    world, size = run.placement.dedicated.get(name, run.placement.world_size), role.fsdp_size
+    if size is not None and world is not None and (size < 1 or world % size):
+        divisors = [number for number in range(1, world + 1) if world % number == 0]
+        key = f"{group}.fsdp_size"
+        text = f"[{key}] must divide the {world} devices of the role into equal groups, each with a copy of the weights"
+        yield violate("fsdp_size", text, {key: min(divisors, key=lambda number: abs(number - size))})
+    if role.has_ring_attention:
+        key = f"{group}.context_parallel_algo"
+        text = f"[{key}] cannot be used with engine: {role.engine}: its attention exchanges tokens for heads, and has no ring"
+        yield violate("training_engine", text, {key: "ulysses_cp_algo"})
 
 
 def trains_other_family(cfg: RunConfig) -> bool:
@@ -231,6 +250,11 @@ def check_model_form(config: MegatronConfig, architecture: ModelFamily, model_co
         raise ValueError(
             f"engine: {config.engine} does not compute {architecture.name}: {architecture.module_obstacle}; set engine: "
             "megatron."
+        )
+    if config.context_parallel_size > 1 and not architecture.packs:
+        raise ValueError(
+            f"context_parallel_size: {config.context_parallel_size} with engine: {config.engine} divides the tokens of a row, "
+            f"and layers of {architecture.name} compute whole rows only; set it to 1"
         )
     if model_config.num_moe_experts and adapts_experts(config.lora_target_modules or ()):
         raise ValueError(f"lora_target_modules cannot be used with engine: {config.engine}: {_STACKED}")

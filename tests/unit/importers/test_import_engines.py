@@ -33,6 +33,7 @@ def engine(run: Import) -> object:
     [
         f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3",
         f"{SFT} Qwen/Qwen3-8B --deepspeed zero3_offload",
+        f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --sequence_parallel_size 2",
         f"{SFT} models/base --fsdp fsdp2",
         f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --tuner_type lora",
         f"{SFT} Qwen/Qwen3-30B-A3B --deepspeed zero3 --tuner_type lora --target_modules q_proj k_proj v_proj",
@@ -52,7 +53,10 @@ def test_all_weights_stay_divided(command: str) -> None:
     ("command", "reason"),
     [
         (f"{SFT} Qwen/Qwen3-30B-A3B --deepspeed zero3 --tuner_type lora", "Qwen/Qwen3-30B-A3B has experts, whose layers"),
-        (f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --sequence_parallel_size 2", "sequences that several devices share"),
+        (
+            f"{SFT} Qwen/Qwen3-Next-80B-A3B --deepspeed zero3 --sequence_parallel_size 2",
+            "by its name Qwen/Qwen3-Next-80B-A3B has",
+        ),
         (f"{SFT} openai/gpt-oss-20b --deepspeed zero3", "by its name openai/gpt-oss-20b has experts that transformers keeps"),
         (f"{SFT} Qwen/Qwen3.5-4B --deepspeed zero3", "by its name Qwen/Qwen3.5-4B has images"),
         (f"{SFT} Qwen/Qwen2.5-VL-7B-Instruct --deepspeed zero3", "images"),
