@@ -65,7 +65,7 @@ class _EngineLimits:
         run_keys: limits on keys of the run, by dotted name, where any role has the engine.
         without_effect: keys of a role that it does not read -> reason.
         forms: sentence about a form of a model that it does not compute -> True for a model of this form.
-        by_module: layers come from transformers' module, without losses that balance experts.
+        by_module: layers come from transformers' module.
         commands: commands that know only another engine's layers.
     """
 
@@ -103,7 +103,6 @@ _FSDP = _EngineLimits(
         **_same("mtp_num_layers", (0,), "it trains no multi-token-prediction layers"),
         **_same("dsa_indexer_loss_coeff", (0.0,), "it trains no indexers"),
         **_same("attention_dropout hidden_dropout", (0.0,), "it has no dropout"),
-        **_same("moe_z_loss_coeff", (0.0,), "its objective has no losses of routers"),
         **_same("freeze_vit freeze_aligner", (True,), "it trains no vision tower"),
     },
     run_keys={
@@ -263,32 +262,6 @@ def check_model_form(config: MegatronConfig, architecture: ModelFamily, model_co
             f"bf16: true with engine: {config.engine} computes with every weight in bfloat16, and {architecture.name} keeps "
             f"some in float32, such as {architecture.kept_in_float32}; set bf16: false"
         )
-
-
-def check_balancing(group: str, config: MegatronConfig, model_config: ModelConfig, coeff: float) -> None:
-    """Check that the engine of a role that trains balances its experts as it is asked to.
-
-    Args:
-        coeff: weight of the balancing loss, of the run file or of config.json.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if not computes_by_module(config):
-        return
-    asked = {
-        "moe_aux_loss_coeff": (coeff, "adds no balancing loss to the objective"),
-        "moe_router_bias_update_rate": (
-            config.moe_router_bias_update_rate if model_config.moe_router_enable_expert_bias else 0.0,
-            "leaves the bias by which experts are chosen as it is",
-        ),
-    }
-    for key, (value, text) in asked.items():
-        if value:
-            raise ValueError(
-                f"{group}.{key}: {value:g}, and engine: {config.engine} {text}; set it to 0 to train without, or engine: "
-                "megatron."
-            )
 
 
 def check_command(config: MegatronConfig, group: str, command: str) -> None:

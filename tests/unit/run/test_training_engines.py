@@ -165,28 +165,6 @@ def test_models_of_images_are_refused() -> None:
         rules.check_model_form(MegatronConfig(engine="fsdp"), architecture, shape)
 
 
-@pytest.mark.parametrize(
-    ("name", "keys", "coeff", "words"),
-    [
-        ("Qwen3-30B-A3B", {}, 0.001, "actor_config.moe_aux_loss_coeff: 0.001, .* adds no balancing loss .*; set it to 0"),
-        ("DeepSeek-R1", {}, 0.0, "actor_config.moe_router_bias_update_rate: 0.001, .* leaves the bias"),
-        ("DeepSeek-R1", {"moe_router_bias_update_rate": 0.0}, 0.0, None),
-        ("Qwen3-30B-A3B", {}, 0.0, None),
-    ],
-)
-def test_a_balance_of_experts_that_the_engine_lacks_is_refused(
-    name: str, keys: dict[str, Any], coeff: float, words: str | None
-) -> None:
-    shape = architecture_for(MODELS[name]).read_model_config(MODELS[name])
-    rules.check_balancing("actor_config", MegatronConfig(**keys), shape, coeff)
-    fsdp = MegatronConfig(engine="fsdp", **keys)
-    if words is None:
-        rules.check_balancing("actor_config", fsdp, shape, coeff)
-        return
-    with pytest.raises(ValueError, match=words):
-        rules.check_balancing("actor_config", fsdp, shape, coeff)
-
-
 def test_commands_that_know_only_megatron_refuse_the_other_engine() -> None:
     for command in ("diff", "npu-cost"):
         rules.check_command(MegatronConfig(), "actor_config", command)
