@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import cloudpickle
 import numpy as np
@@ -31,7 +31,7 @@ from mindspeed_rl.cli.train import prepare_run
 from mindspeed_rl.config import RunConfig, build_run_config
 from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.files import write_file
-from mindspeed_rl.observability.completions import Completion
+from mindspeed_rl.observability.observer import EndingObserver
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.rewards import REWARDS, RewardFunction
 from mindspeed_rl.run import Run as ResolvedRun
@@ -295,33 +295,6 @@ def train(
     return run_to_end(run, _CallbackObserver(on_iteration))
 
 
-class EndingObserver(Protocol):
-    """Follow a run as a `trainers.run_logger.RunObserver`, and end it early.
-
-    Attributes:
-        end: saves and ends the run after this iteration; set before `on_loop`.
-        has_ended: it was called.
-    """
-
-    end: Callable[[], None]
-    has_ended: bool
-
-    def on_start(self) -> None:
-        """Take note that the run starts its processes."""
-
-    def on_loop(self, num_iterations: int) -> None:
-        """Take note that all processes run and the loop begins."""
-
-    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
-        """Take the samples of an iteration."""
-
-    def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
-        """Take the figures of an iteration; 0: evaluation before the first one."""
-
-    def close(self) -> None:
-        """Take note that no iteration follows."""
-
-
 def run_to_end(run: Run, observer: EndingObserver) -> Result:
     """Train to the end of the run, or until the observer ends it; raises what `train` raises."""
     with _as_command(), prepare_run(run.config, run.num_nodes) as resolved:
@@ -373,31 +346,17 @@ def evaluate(run: Run) -> dict[str, float]:
             raise KeyboardInterrupt(str(error)) from None
 
 
-class _CallbackObserver:
-    """Give the figures of each iteration to a user's function. See `trainers.run_logger.RunObserver`."""
+class _CallbackObserver(EndingObserver):
+    """Give the figures of each iteration to a user's function."""
 
     def __init__(self, callback: Callback | None) -> None:
+        super().__init__()
         self._callback = callback
-        self.end: Callable[[], None] = lambda: None
-        self.has_ended = False
-
-    def on_start(self) -> None:
-        """Do nothing."""
-
-    def on_loop(self, num_iterations: int) -> None:
-        """Do nothing."""
-
-    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
-        """Do nothing."""
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Call the function; iteration 0 is the evaluation before the first one."""
         if self._callback is not None and self._callback(iteration, dict(results)) is False and iteration:
-            self.has_ended = True
-            self.end()
-
-    def close(self) -> None:
-        """Do nothing."""
+            self.end_run()
 
 
 def set_rewards(run: Run, rewards: list[RewardFunction | str], weights: Sequence[float] | None = None) -> Run:

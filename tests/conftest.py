@@ -40,8 +40,9 @@ _SECONDS: dict[str, list[float]] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up the seconds of a file: [tests that are not slow, slow ones]."""
-    _SECONDS.setdefault(report.nodeid.partition("::")[0], [0.0, 0.0])["slow" in report.keywords] += report.duration
+    """Add up the seconds of a file by kind of test."""
+    kind = parts.EXTRA if "extra" in report.keywords else parts.SLOW if "slow" in report.keywords else parts.QUICK
+    _SECONDS.setdefault(report.nodeid.partition("::")[0], [0.0, 0.0, 0.0])[kind] += report.duration
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -49,8 +50,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         parts.record(_SECONDS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest's own choice by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the share of a file, and skip grouped experts, told by the test's id, where the installed Megatron has none."""
+    """Mark extra tests as slow ones, choose the share of a file, and skip grouped experts where Megatron has none.
+
+    A test's id tells that it has grouped experts.
+    """
+    for item in items:
+        if item.get_closest_marker("extra") is not None:
+            item.add_marker(pytest.mark.slow)
     for file, _, share in (words.rpartition("=") for words in config.getoption("--share")):
         of_file = [item for item in items if item.nodeid.partition("::")[0] == file]
         out = {item for position, item in enumerate(of_file) if not parts.is_in_share(position, len(of_file), share)}

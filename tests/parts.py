@@ -1,10 +1,12 @@
-"""Test files of every environment, and parts of about the same length: python tests/parts.py ENVIRONMENT [--all] [--part K/N]
+"""Test files of every environment, and parts of about the same length.
+
+    python tests/parts.py ENVIRONMENT [--all | --extra] [--part K/N]
 
 The files of the environments of a lane, one after another, are a line as long as `durations.json` says: seconds of a file
-without its slow tests, and of these. `tests/run.sh` runs the lanes at the same time, after the unit tests' lane. Part K of N
-is the K-th of N equal stretches of each line. Where a file is cut, `--share FILE=FROM:TO` chooses its tests by their position
-(`pytest_collection_modifyitems` of conftest.py), so each test is in exactly one part. The files of a part are in falling order
-of their seconds: processes that take one after another then end at about the same time.
+without its slow tests, of these, and of those marked extra. `tests/run.sh` runs the lanes at the same time, after the unit
+tests' lane. Part K of N is the K-th of N equal stretches of each line. Where a file is cut, `--share FILE=FROM:TO` chooses its
+tests by their position (`pytest_collection_modifyitems` of conftest.py), so each test is in exactly one part. The files of a
+part are in falling order of their seconds: processes that take one after another then end at about the same time.
 `pytest --record-durations` keeps the longer of what it measured and what is in the file: delete it first to measure anew.
 """
 
@@ -54,8 +56,16 @@ ENVIRONMENTS: dict[str, str] = {
     "megatron-0.19.2": f"{_BUILD_AND_TRAIN} {_PATHS_OF_TRAINING}",
     "npu_sim": "tests/npu_sim",
 }
-#: that `tests/run.sh` starts with --all only
-_WITH_ALL = ("extras", "megatron-0.17.1", "megatron-0.19.2", "server_faults")
+#: kinds of tests: columns of durations.json
+QUICK, SLOW, EXTRA = range(3)
+#: kinds that `tests/run.sh` runs by default, with --all and with --extra: in most environments, and where it is another choice
+RUNS: dict[str, tuple[int, ...]] = {"default": (QUICK,), "all": (QUICK, SLOW), "extra": (EXTRA,)}
+_OTHER_RUNS: dict[str, dict[str, tuple[int, ...]]] = {
+    "extras": {"default": (), "extra": ()},
+    "server_faults": {"default": ()},
+    "megatron-0.17.1": {"default": (), "all": (), "extra": (QUICK,)},
+    "megatron-0.19.2": {"default": (), "all": (QUICK,), "extra": ()},
+}
 #: environments of the lanes
 _LANES = (
     ("unit",),
@@ -77,18 +87,26 @@ def list_files(environment: str) -> list[str]:
     return files
 
 
-def select(environment: str, part: int, count: int, *, with_slow: bool) -> list[str]:
-    """Return pytest's arguments for what an environment runs in part `part` (from 1) of `count`."""
+def list_kinds(environment: str, run: str) -> tuple[int, ...]:
+    """Return the kinds of tests of an environment that a run of RUNS has."""
+    return _OTHER_RUNS.get(environment, {}).get(run, RUNS[run])
+
+
+def has_kinds(file: str, kinds: tuple[int, ...]) -> bool:
+    """Return whether a file may have such tests; few have extra ones."""
+    return bool(kinds) and (kinds != (EXTRA,) or "mark.extra" in (_ROOT / file).read_text(encoding="utf-8"))
+
+
+def select(environment: str, part: int, count: int, *, run: str) -> list[str]:
+    """Return pytest's arguments for what an environment runs in part `part` (from 1) of `count`; `run` is one of RUNS."""
     measured: dict[str, list[float]] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     line: list[tuple[str, str, float]] = []
     for name in next(lane for lane in _LANES if environment in lane):
-        if name in _WITH_ALL and not with_slow:
-            continue
-        slow = with_slow and not name.startswith("megatron")
+        kinds = list_kinds(name, run)
         for file in list_files(name):
-            fast_s, slow_s = measured.get(file, (_NEW_S, 0.0))
-            seconds = max(_LEAST_S, fast_s + slow * slow_s)
-            line.append((name, file, seconds))
+            if has_kinds(file, kinds):
+                seconds = sum(measured.get(file, (_NEW_S, 0.0, 0.0))[kind] for kind in kinds)
+                line.append((name, file, max(_LEAST_S, seconds)))
     total = sum(seconds for _, _, seconds in line)
     first, last = total * (part - 1) / count, total if part == count else total * part / count
     start, chosen = 0.0, []
@@ -109,13 +127,13 @@ def is_in_share(position: int, count: int, share: str) -> bool:
 
 
 def record(measured: dict[str, list[float]]) -> None:
-    """Write seconds of files, [without slow tests, of slow tests], where they are more than those in the file."""
+    """Write seconds of files by kind of test, where they are more than those in the file."""
     with DURATIONS.open("a+") as stream:  # two lanes may end at once
         fcntl.flock(stream, fcntl.LOCK_EX)
         stream.seek(0)
         known: dict[str, list[float]] = json.loads(stream.read() or "{}")
         for file, seconds in measured.items():
-            known[file] = [round(max(pair), 1) for pair in zip(seconds, known.get(file, (0.0, 0.0)))]
+            known[file] = [round(max(pair), 1) for pair in zip(seconds, known.get(file, (0.0, 0.0, 0.0)))]
         lines = [f"  {json.dumps(file)}: {json.dumps(known[file])}" for file in sorted(known) if (_ROOT / file).exists()]
         stream.truncate(0)
         stream.write("{\n" + ",\n".join(lines) + "\n}\n")
@@ -124,10 +142,11 @@ def record(measured: dict[str, list[float]]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("environment", choices=ENVIRONMENTS)
-    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--all", dest="run", action="store_const", const="all", default="default")
+    parser.add_argument("--extra", dest="run", action="store_const", const="extra")
     parser.add_argument("--part", default="1/1")
     asked = parser.parse_args()
     k, n = (int(number) if number.isdecimal() else 0 for number in asked.part.partition("/")[::2])
     if not 1 <= k <= n:
         parser.error(f"--part is {asked.part}; it is K/N with 1 <= K <= N, as in 2/4")
-    print(*select(asked.environment, k, n, with_slow=asked.all), sep="\n", end="")
+    print(*select(asked.environment, k, n, run=asked.run), sep="\n", end="")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [--part K/N] [pytest arguments]
+# Sets up the CPU environment and runs every check: bash tests/run.sh [--all | --extra] [--part K/N] [pytest arguments]
 #
 # Unit tests run first, in one process more than there are cores (at most four), as some of them wait; a file is on one of them.
 # The others start processes of their own; they are three lanes that run at the same time where there are two cores and 12 GiB of
@@ -7,7 +7,8 @@
 # packages and the releases of the second line; the simulated NPU, the faults and two hosts.
 # The output of the second and third comes when all have ended.
 # --all runs the tests marked slow too, tests of optional packages in an environment of their own (envs/cpu/extras.sh), and those
-# that Megatron's release can change on the releases of the second line (tests/second_line).
+# that Megatron's release can change on the newest release of the second line (tests/second_line).
+# --extra runs what --all has no room for: the tests marked extra, and the older release of the second line.
 # --part K/N runs the K-th of N parts of about the same length (tests/parts.py), the first with the linters; all N together are the
 # whole, so that a part that was interrupted or failed can be run again by itself.
 # Paths among the pytest arguments replace the default ones. The tests on the simulated NPU run where it can be set up (x86_64,
@@ -21,15 +22,15 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 venv="${VENV_DIR:-$root/.venv}"
 
-select=(-m "not slow")
+run=default
 arguments=()
 paths=()
 part=1/1
 while [[ $# -gt 0 ]]; do
     argument="$1"
     shift
-    if [[ "$argument" == --all ]]; then
-        select=()
+    if [[ "$argument" == --all || "$argument" == --extra ]]; then
+        run="${argument#--}"
     elif [[ "$argument" == --part ]]; then
         part="${1:-}"
         shift || true
@@ -41,6 +42,11 @@ while [[ $# -gt 0 ]]; do
         arguments+=("$argument")
     fi
 done
+case "$run" in
+    default) select=(-m "not slow") ;;
+    all) select=(-m "not extra") ;;
+    extra) select=(-m extra) ;;
+esac
 whole=no
 if [[ ${#paths[@]} -eq 0 ]]; then
     whole=yes
@@ -77,15 +83,15 @@ take_result() { # pytest says 5 where nothing was selected, as by -k
 }
 run_tests() {
     local result=0
-    "$venv/bin/python" -m pytest ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "$@" || result=$?
+    "$venv/bin/python" -m pytest "${select[@]}" ${arguments[@]+"${arguments[@]}"} "$@" || result=$?
     take_result "$result"
 }
 
 # runs the files of ENVIRONMENT that are in this part, if any, by a FUNCTION
 run_environment() {
-    local all=() lines files
-    [[ ${#select[@]} -gt 0 ]] || all=(--all)
-    lines="$("$venv/bin/python" tests/parts.py "$1" --part "$part" ${all[@]+"${all[@]}"})" || exit 1
+    local option=() lines files
+    [[ "$run" == default ]] || option=("--$run")
+    lines="$("$venv/bin/python" tests/parts.py "$1" --part "$part" ${option[@]+"${option[@]}"})" || exit 1
     [[ -n "$lines" ]] || return 0
     mapfile -t files <<< "$lines"
     "${@:2}" "${files[@]}"
@@ -100,13 +106,13 @@ run_npu_sim() {
     done
     if [[ -z "$reason" ]] && ! bash tests/npu_sim/run.sh --set-up; then
         reason="its environment could not be set up (see above)"
-        [[ ${#select[@]} -gt 0 ]] || status=1  # --all asked for everything
+        [[ "$run" == default ]] || status=1  # the others ask for it
     fi
     if [[ -n "$reason" ]]; then
         echo "tests/run.sh: the tests on the simulated NPU were left out: $reason." >&2
         return
     fi
-    bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "$@" || result=$?
+    bash tests/npu_sim/run.sh "${select[@]}" ${arguments[@]+"${arguments[@]}"} "$@" || result=$?
     take_result "$result"
 }
 
@@ -134,7 +140,7 @@ npu_sim_lane() {
 dist_lane() {
     local release
     run_environment dist run_tests
-    if [[ ${#select[@]} -eq 0 ]]; then
+    if [[ "$run" != default ]]; then
         run_environment extras run_extras
         for release in 0.17.1 0.19.2; do
             run_environment "megatron-$release" run_release "$release"

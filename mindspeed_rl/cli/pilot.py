@@ -11,45 +11,29 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from mindspeed_rl import registry
 from mindspeed_rl.cli.options import print_status, report_failure
 from mindspeed_rl.cli.train import prepare_run
 from mindspeed_rl.config import load_run_config
-from mindspeed_rl.observability.completions import Completion
+from mindspeed_rl.observability.observer import EndingObserver
 
 _PR_SET_PDEATHSIG = 1
 
 
-class _Limit:
-    """End a run after some iterations; see `trainers.run_logger.RunObserver`.
-
-    Attributes:
-        is_reached: the iterations have run.
-        end: ends the run after the iteration; set when the run has started.
-    """
+class _Limit(EndingObserver):
+    """End a run after some iterations."""
 
     def __init__(self, iterations: int) -> None:
+        super().__init__()
         self._left = iterations
-        self.is_reached = False
-        self.end: Callable[[], None] = lambda: None
-
-    def on_start(self) -> None:
-        """Do nothing."""
-
-    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
-        """Do nothing."""
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Count an iteration; 0 is an evaluation before the first one."""
         self._left -= 1 if iteration else 0
-        if self._left <= 0 and not self.is_reached:
-            self.is_reached = True
-            self.end()
-
-    def close(self) -> None:
-        """Do nothing."""
+        if self._left <= 0:
+            self.end_run()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
                     limit.end = lambda termination=trainer.termination: setattr(termination, "requested", True)
                     trainer.fit()
             except Terminated as error:
-                if not limit.is_reached:
+                if not limit.has_ended:
                     print_status(str(error))
                     return error.exit_code
     except (ValueError, RuntimeError, OSError) as error:

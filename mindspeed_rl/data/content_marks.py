@@ -109,20 +109,42 @@ class _Finder:
 
     def hide(self, text: str) -> str:
         """Return a text with its names hidden; places of images stay."""
-        if not any(start in text for start in self._starts):
+        for start in self._starts:
+            if start in text:
+                break
+        else:
             return text
         hidden = self._pattern.sub(lambda match: match[0] if match[1] else self._names.hide(match[0]), text)
         return text if hidden == text else hidden
 
     def hide_all(self, value: Any) -> Any:
         """Return a value with the names hidden in all its texts; the same object where it has none."""
+        return self._hide_within(value) if self._may_have(value) else value
+
+    def _may_have(self, value: Any) -> bool:
+        """Return whether a text of a value has the beginning of a name; most have none, and are not copied."""
+        if isinstance(value, str):
+            for start in self._starts:
+                if start in value:
+                    return True
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                if self._may_have(key) or self._may_have(item):
+                    return True
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if self._may_have(item):
+                    return True
+        return False
+
+    def _hide_within(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.hide(value)
         if isinstance(value, Mapping):
-            items = {self.hide_all(key): self.hide_all(item) for key, item in value.items()}
+            items = {self._hide_within(key): self._hide_within(item) for key, item in value.items()}
             return value if all(items.get(key, items) is item for key, item in value.items()) else items
         if isinstance(value, (list, tuple)):
-            entries = [self.hide_all(item) for item in value]
+            entries = [self._hide_within(item) for item in value]
             return value if all(new is old for new, old in zip(entries, value)) else type(value)(entries)
         return value
 

@@ -37,6 +37,9 @@ class MisplacedAnswersError(MalformedRowError):
         super().__init__(message)
         self.index = index
 
+    def __reduce__(self) -> tuple[type[MisplacedAnswersError], tuple[str, int]]:
+        return type(self), (str(self), self.index)
+
 
 class DropReason:
     """Names of the counters of dropped rows."""

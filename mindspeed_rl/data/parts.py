@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import json
-import multiprocessing
 import os
 import shutil
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from mindspeed_rl.data.chunk_workers import map_chunks
 from mindspeed_rl.data.conversation import DropReason
 from mindspeed_rl.data.handlers.base import Handler
 from mindspeed_rl.data.indexed import IMAGE_BYTES, SUFFIXES, IndexedWriter, column_type, read_index
@@ -56,46 +55,6 @@ def _encode_chunk(handler: Handler, chunk: Chunk, *, on_bad_row: str) -> _ChunkR
         columns[name] = (np.concatenate(values) if values else np.empty(0, dtype=kind), lengths)
     counts.tokens, counts.tokens_trained = handler.count_tokens({name: flat for name, (flat, _) in columns.items()})
     return _ChunkResult(columns, counts, chunk.weight, first_error)
-
-
-_worker_handler: Handler | None = None
-_worker_on_bad_row = "error"
-
-
-def _encode_in_worker(chunk: Chunk) -> _ChunkResult:
-    assert _worker_handler is not None
-    return _encode_chunk(_worker_handler, chunk, on_bad_row=_worker_on_bad_row)
-
-
-def _encode_chunks(
-    handler: Handler, chunks: Iterator[Chunk], *, workers: int, on_bad_row: str
-) -> Generator[_ChunkResult, None, None]:
-    """Yield the chunks' results in order. At most three chunks a worker are under way, so memory stays flat.
-
-    The workers are forked with the handler in memory; the tokenizer's own threads are off, one worker is one core.
-    """
-    global _worker_handler, _worker_on_bad_row
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # objects loaded by now live to the end: the garbage collector need not check them, nor forks copy them
-    gc.freeze()
-    _worker_handler, _worker_on_bad_row = handler, on_bad_row
-    # it starts its processes when work is submitted, so with one worker there are none
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
-    waiting: deque[Future[_ChunkResult]] = deque()
-    try:
-        for chunk in chunks:
-            if workers == 1:
-                yield _encode_chunk(handler, chunk, on_bad_row=on_bad_row)
-                continue
-            waiting.append(pool.submit(_encode_in_worker, chunk))
-            if len(waiting) >= 3 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        _worker_handler = None
-        pool.shutdown(cancel_futures=True)
-        gc.unfreeze()
 
 
 def make_folder(output_prefix: str) -> None:
@@ -244,7 +203,9 @@ def write_parts(
 
     progress = _Progress(total_weight, config.log_interval)
     writer: _PartWriter | None = None
-    results = _encode_chunks(handler, remaining_chunks(), workers=config.workers, on_bad_row=config.on_bad_row)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker is one core
+    encode = partial(_encode_chunk, handler, on_bad_row=config.on_bad_row)
+    results = map_chunks(encode, remaining_chunks(), workers=config.workers)
     try:
         for result in results:
             part = result_parts.popleft()

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -16,10 +17,12 @@ import numpy as np
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.keys.megatron import MegatronConfig
-from mindspeed_rl.data import handler_class
+from mindspeed_rl.data import handler_class, prompt_cache
+from mindspeed_rl.data.cache_folders import choose_workers, count_bytes, digest_files
+from mindspeed_rl.data.chunk_workers import map_chunks
 from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
 from mindspeed_rl.data.handlers.base import HandlerSettings, raise_encoding_errors
-from mindspeed_rl.data.handlers.prompt import LABELS, Math17kAlpacaStyleInstructionHandler, PromptHandler, as_text
+from mindspeed_rl.data.handlers.prompt import LABELS, Math17kAlpacaStyleInstructionHandler, PromptHandler
 from mindspeed_rl.data.hub import HF, MS
 from mindspeed_rl.data.images import (
     IMAGES,
@@ -33,7 +36,8 @@ from mindspeed_rl.data.images import (
 )
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_SIZES, TEXT_BYTES, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.json_columns import OBJECT_COLUMNS, has_messages, read_object
-from mindspeed_rl.data.sources import Source, has_files, open_data, read_chunk
+from mindspeed_rl.data.prompt_cache import TokenizedRows
+from mindspeed_rl.data.sources import Chunk, Source, has_files, open_data, read_chunk
 from mindspeed_rl.data.templates import (
     PLAIN_TEMPLATE,
     HfTemplate,
@@ -332,13 +336,10 @@ class _IndexedPrompts:
 
 
 class _RawPrompts:
-    """Prompts tokenized at load, at 4 bytes a token, with the rows' labels and additional columns."""
+    """Prompts tokenized at load, with the rows' labels and additional columns."""
 
-    def __init__(self) -> None:
-        self.tokens: list[np.ndarray] = []
-        self._labels: list[str | None] = []
-        self._columns: list[dict[str, object]] = []
-        self._origins: list[tuple[str, int]] = []  # file and row
+    def __init__(self, rows: TokenizedRows) -> None:
+        self.tokens, self._labels, self._columns, self._origins = rows.tokens, rows.labels, rows.columns, rows.origins
 
     @property
     def num_images(self) -> np.ndarray | None:
@@ -361,12 +362,6 @@ class _RawPrompts:
             if references := read_references(columns):
                 columns[IMAGES] = References(stored.get(one, one) for one in references)
 
-    def append(self, tokens: Sequence[int], values: Mapping[str, object], origin: tuple[str, int]) -> None:
-        self.tokens.append(np.array(tokens, dtype=np.int32))
-        self._origins.append(origin)
-        self._labels.append(as_text(values[LABELS]) if LABELS in values else None)
-        self._columns.append({name: value for name, value in values.items() if name != LABELS})
-
     def where(self, index: int) -> str:
         path, number = self._origins[index]
         return f"{path}, row {number}"
@@ -383,6 +378,7 @@ def open_prompts(
     long_prompts: LongPrompts = "drop",
     dataset_additional_keys: Sequence[str] | None = (LABELS,),
     settings: PromptSettings | None = None,
+    cache: Path | None = None,
 ) -> PromptDataset:
     """Open the prompts at `data_path`: an indexed dataset's prefix, a raw file or folder, or a dataset of the hub.
 
@@ -395,6 +391,7 @@ def open_prompts(
         dataset_additional_keys: columns to keep; `labels` is the reference answer, which raw data also keeps where map_keys
             names its column. None keeps `labels` where the data has them (raw data: where the first row has the column).
         settings: how raw data is read. A template that replaces the end token also sets it in `tokenizer`.
+        cache: folder where the tokens of large raw data are kept for later calls, see `prompt_cache`; None keeps none.
 
     Raises:
         ValueError: no usable data is there, a column is missing, or a row is malformed while on_bad_row is "error".
@@ -410,11 +407,16 @@ def open_prompts(
             indexed, lengths, max_prompt_length=max_prompt_length, long_prompts=long_prompts, dropped={}, first=start
         )
     source = open_rows(named)
-    rows, dropped = _load_raw(source, tokenizer, dataset_additional_keys, settings)
-    _check_slice(named, start, len(rows.tokens) + sum(dropped.values()))
+    rows = _load_cached(named, source, tokenizer, dataset_additional_keys, settings, cache)
+    _check_slice(named, start, len(rows.tokens) + sum(rows.dropped.values()))
     lengths = np.array([len(tokens) for tokens in rows.tokens], dtype=np.int32)
     return PromptDataset(
-        rows, lengths, max_prompt_length=max_prompt_length, long_prompts=long_prompts, dropped=dropped, note=source.note
+        _RawPrompts(rows),
+        lengths,
+        max_prompt_length=max_prompt_length,
+        long_prompts=long_prompts,
+        dropped=rows.dropped,
+        note=source.note,
     )
 
 
@@ -525,16 +527,38 @@ def _check_slice(data_path: str, start: int, num_rows: int) -> None:
         raise ValueError(f"data_path={data_path!r} selects no row: the data ends before row {start}, counted from 0")
 
 
-def _load_raw(
+def _load_cached(
+    data_path: str,
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
     keys: Sequence[str] | None,
     settings: PromptSettings,
-) -> tuple[_RawPrompts, dict[str, int]]:
+    cache: Path | None,
+) -> TokenizedRows:
+    """Return the rows from the cache, and write them to it where they are worth it."""
+    folder = None
+    # rows name files of images, whose contents are not among what is digested
+    if cache is not None and settings.image_rules is None and count_bytes(source) >= prompt_cache.SMALL_BYTES:
+        handler = _find_handler(source, tokenizer, keys, settings)
+        templates = [Path(settings.prompt_type_path)] if settings.prompt_type_path else []
+        depends_on = [asdict(settings), keys, digest_files(templates)]
+        if handler is not None:
+            folder = prompt_cache.find_folder(cache, data_path, source, tokenizer, handler, depends_on)
+        if folder is not None and (rows := prompt_cache.read(folder)) is not None:
+            return rows
+    rows = _load_raw(source, tokenizer, keys, settings)
+    if folder is not None:
+        prompt_cache.write(folder, data_path, rows)
+    return rows
+
+
+def _load_raw(
+    source: Source, tokenizer: PreTrainedTokenizerBase, keys: Sequence[str] | None, settings: PromptSettings
+) -> TokenizedRows:
     """Return the rows, and the number of those that are left out by reason."""
-    rows = _RawPrompts()
-    dropped: dict[str, int] = {}
-    for chunk in read_prompt_chunks(source, tokenizer, keys, settings):
+    rows = TokenizedRows()
+    workers = choose_workers(source) if settings.image_rules is None else 1
+    for chunk in read_prompt_chunks(source, tokenizer, keys, settings, workers=workers):
         for prompt in chunk.prompts:
             if settings.vocab_size is not None and max(prompt.tokens, default=0) >= settings.vocab_size:
                 # before lengths, which another tokenizer makes too long
@@ -548,8 +572,8 @@ def _load_raw(
                 raise ValueError(
                     f"{chunk.path}, row {row.number}: {row.error} (on_bad_row=skip leaves such rows out)"
                 ) from row.error
-            dropped[row.reason] = dropped.get(row.reason, 0) + 1
-    return rows, dropped
+            rows.dropped[row.reason] = rows.dropped.get(row.reason, 0) + 1
+    return rows
 
 
 def read_prompt_chunks(
@@ -557,28 +581,38 @@ def read_prompt_chunks(
     tokenizer: PreTrainedTokenizerBase,
     keys: Sequence[str] | None,
     settings: PromptSettings,
+    *,
+    workers: int = 1,
 ) -> Iterator[PromptChunk]:
     """Yield raw rows as prompts, a chunk at a time; memory does not grow with the data. For arguments see `open_prompts`.
+
+    Args:
+        workers: processes that render and tokenize; 1 is this process.
 
     Raises:
         ValueError: no row can be read with these settings; a malformed row is in its chunk instead.
     """
+    handler = _find_handler(source, tokenizer, keys, settings)
+    if handler is not None:
+        yield from map_chunks(partial(_read_prompts, handler), source.chunks(), workers=workers)
+
+
+def _find_handler(
+    source: Source, tokenizer: PreTrainedTokenizerBase, keys: Sequence[str] | None, settings: PromptSettings
+) -> PromptHandler | None:
+    """Return the handler of all rows; None where there are none. A template may set the end token of the tokenizer."""
     template = settings.load_template(tokenizer)
     if template.eos_token is not None:
         set_eos_token(tokenizer, template.eos_token)
     if settings.enable_thinking == "true" and not template.can_think:
         raise ValueError(f"enable_thinking=true has no meaning for prompt_type={template.name!r}")
     images = None if settings.image_rules is None else ImageReader.build(settings.image_rules, tokenizer, settings.image_folder)
-    handler: PromptHandler | None = None
-    for chunk in source.chunks():
-        numbered = read_chunk(chunk)
-        if not numbered:
-            continue
-        if handler is None:
-            # the first row decides for all: a data set has one layout
-            first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
-            handler = _build_handler(first, tokenizer, template, keys, settings, images)
-        yield _read_prompts(str(chunk.path), numbered, handler)
+    numbered = next(filter(None, map(read_chunk, source.chunks())), None)
+    if numbered is None:
+        return None
+    # the first row decides for all: a data set has one layout
+    first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
+    return _build_handler(first, tokenizer, template, keys, settings, images)
 
 
 def _build_handler(
@@ -623,12 +657,10 @@ def _build_handler(
     return handler
 
 
-def _read_prompts(
-    path: str, numbered: Sequence[tuple[int, Row | MalformedRowError]], handler: PromptHandler
-) -> PromptChunk:
+def _read_prompts(handler: PromptHandler, chunk: Chunk) -> PromptChunk:
     drafts = []
     left_out: list[LeftOutRow] = []
-    for number, row in numbered:
+    for number, row in read_chunk(chunk):
         try:
             if isinstance(row, MalformedRowError):
                 raise row
@@ -652,7 +684,7 @@ def _read_prompts(
         prompts.append(RawPrompt(number, text, tokens, values))
     # rows that cannot be encoded come after all that cannot be rendered
     left_out.sort(key=lambda row: row.number)
-    return PromptChunk(path, prompts, left_out)
+    return PromptChunk(str(chunk.path), prompts, left_out)
 
 
 def _check_layout(row: Row) -> None:

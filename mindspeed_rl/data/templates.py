@@ -40,7 +40,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -857,9 +857,18 @@ def _build_hf_messages(conversation: Conversation) -> list[JsonObject]:
     return messages
 
 
-@lru_cache(maxsize=8)
-def _load_template_file(path: str) -> dict[str, JsonObject]:
-    """Load the entries of a template file by name.
+@cache
+def _load_own_templates() -> dict[str, JsonObject]:
+    return _read_template_file(str(_TEMPLATE_FILE))
+
+
+def _load_templates(path: str | Path | None) -> dict[str, JsonObject]:
+    """Return the entries of a template file by name; a user's is read each time, because it may have been edited."""
+    return _read_template_file(str(path)) if path else _load_own_templates()
+
+
+def _read_template_file(path: str) -> dict[str, JsonObject]:
+    """Read the entries of a template file by name.
 
     Raises:
         ValueError: the file is missing, not a JSON list of objects with names, or has a name twice.
@@ -880,7 +889,7 @@ def _load_template_file(path: str) -> dict[str, JsonObject]:
 
 def _list_template_names(path: str | Path | None = None) -> list[str]:
     """List the names of templates for `load_template`."""
-    return [*_load_template_file(str(path or _TEMPLATE_FILE)), HF_TEMPLATE]
+    return [*_load_templates(path), HF_TEMPLATE]
 
 
 def choose_thinking(thinking: Thinking | bool | None, arguments: Mapping[str, object] | None) -> Thinking:
@@ -927,7 +936,7 @@ def load_template(
             f"chat_template_kwargs has {unread[0]!r}, but prompt_type={name!r} reads only enable_thinking; prompt_type hf is"
             " the tokenizer's own template"
         )
-    entries = _load_template_file(str(path or _TEMPLATE_FILE))
+    entries = _load_templates(path)
     if name not in entries:
         hint, place = registry.did_you_mean(name, entries), f" ({path})" if path else ""
         raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(_list_template_names(path))}{hint}{place}")
@@ -943,7 +952,7 @@ def check_templates(name: str | None, path: str | None) -> None:
     Raises:
         ValueError: it is not; the message names both.
     """
-    if name in (None, HF_TEMPLATE) or not path or Path(path).is_file() or name in _load_template_file(str(_TEMPLATE_FILE)):
+    if name in (None, HF_TEMPLATE) or not path or Path(path).is_file() or name in _load_own_templates():
         return
     raise ValueError(f"prompt_type={name!r} is not a built-in template, and prompt_type_path: {describe_missing(path)}")
 

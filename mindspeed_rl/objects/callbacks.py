@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.observability.completions import Completion, choose_group
+from mindspeed_rl.observability.observer import EndingObserver
 
 if TYPE_CHECKING:
     from mindspeed_rl.objects.arguments import TrainerConfig
@@ -93,22 +94,13 @@ class TrainerCallback:
         """Take note that the run has ended, also with an error."""
 
 
-class CallbackObserver:
-    """Give the figures and samples of a run to callbacks. See `api.EndingObserver`.
-
-    Attributes:
-        end: ends the run after this iteration; set where the run starts.
-        has_ended: a callback has ended the run.
-    """
+class CallbackObserver(EndingObserver):
+    """Give the figures and samples of a run to callbacks."""
 
     def __init__(self, callbacks: Sequence[TrainerCallback], args: TrainerConfig, state: TrainerState) -> None:
+        super().__init__()
         self._callbacks, self._args, self._state = callbacks, args, state
         self._control = TrainerControl()
-        self.end: Callable[[], None] = lambda: None
-        self.has_ended = False
-
-    def on_start(self) -> None:
-        """Do nothing: the number of iterations is not known yet."""
 
     def on_loop(self, num_iterations: int) -> None:
         """Tell the callbacks that the loop begins."""
@@ -130,9 +122,8 @@ class CallbackObserver:
         if not iteration:
             return
         self._call("on_step_end")
-        if self._control.should_training_stop and not self.has_ended:
-            self.has_ended = True
-            self.end()
+        if self._control.should_training_stop:
+            self.end_run()
 
     def close(self) -> None:
         """Tell the callbacks that the run has ended."""

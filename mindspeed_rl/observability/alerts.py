@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mindspeed_rl.observability.completions import Completion, CompletionRecord
+from mindspeed_rl.observability.completions import CompletionRecord
 from mindspeed_rl.observability.diversity import ONE_PATTERN
 from mindspeed_rl.observability.history import History, Series
+from mindspeed_rl.observability.observer import RunObserver
 
 #: iterations that count as the present, and iterations after which a reward of 0 is not bad luck
 _RECENT, _FEW = 10, 5
@@ -463,7 +464,7 @@ def _check_texts(completions: Sequence[CompletionRecord]) -> Iterator[Alert]:
             )
 
 
-class LiveAlerts:
+class LiveAlerts(RunObserver):
     """Show every alert of a run while it goes, each kind once; an observer of its figures.
 
     Args:
@@ -475,12 +476,6 @@ class LiveAlerts:
         self._history, self._show = history, show
         self._shown = set[str]()
 
-    def on_start(self) -> None:
-        """Begin with what the run has so far."""
-
-    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
-        """Do nothing: alerts of a run that goes are about its figures."""
-
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Show what these figures give rise to; of a long run every few iterations, because all of it is read again."""
         self._history.add({"iteration": iteration, **results})
@@ -490,6 +485,3 @@ class LiveAlerts:
             if alert.kind not in self._shown:
                 self._shown.add(alert.kind)
                 self._show(f"warning, iteration {alert.iteration}: {alert.text} {alert.advice}")
-
-    def close(self) -> None:
-        """Show no more; the report has them all."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.observability.observer import RunObserver
 from mindspeed_rl.run.phases import Phases
 
 #: iterations after which a promise is checked
@@ -237,7 +237,7 @@ class BrokenPromiseError(RuntimeError):
     """A run is not as promised, and was asked to stop then."""
 
 
-class PromiseWatch:
+class PromiseWatch(RunObserver):
     """Check a promise while the run goes, each figure once; an observer of its figures.
 
     Args:
@@ -261,12 +261,6 @@ class PromiseWatch:
         self._history, self._is_strict = history, is_strict
         self._shown = set[str]()
 
-    def on_start(self) -> None:
-        """Do nothing: a promise is checked after iterations."""
-
-    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
-        """Do nothing: a promise is about figures."""
-
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Show the first figure that is not as promised, and name the others, after as many iterations as CHECKS says.
 
@@ -285,6 +279,3 @@ class PromiseWatch:
         broken = [row for row in rows if row.is_broken]
         if broken and self._is_strict:
             raise BrokenPromiseError(f"the run is not as promised (--strict): {'; '.join(map(str, broken))}")
-
-    def close(self) -> None:
-        """Show no more; the report has all figures."""

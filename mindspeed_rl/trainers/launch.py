@@ -23,6 +23,7 @@ from mindspeed_rl.observability.alerts import LiveAlerts
 from mindspeed_rl.observability.console import IterationProgress, StartSteps, format_table
 from mindspeed_rl.observability.folder_locks import hold_folders
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.observability.observer import RunObserver
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.redaction import hide_in_configuration, hide_in_environment
@@ -33,7 +34,7 @@ from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, check_rl, start_services
 from mindspeed_rl.trainers.run_folder import RunAdvisor, report_outcome
-from mindspeed_rl.trainers.run_logger import LogOutputs, RunObserver
+from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.sft_setup import SupervisedInputs, build_supervised_trainer, check_supervised, start_workers
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination

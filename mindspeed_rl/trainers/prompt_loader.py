@@ -17,6 +17,7 @@ from torch import Tensor
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data import card
+from mindspeed_rl.data.cache_folders import CACHE
 from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.images import read_references
@@ -337,6 +338,7 @@ def _open_run_prompts(
             long_prompts=run.rl.long_prompts,
             dataset_additional_keys=actor.dataset_additional_keys or None,
             settings=settings,
+            cache=run.folder.parent / CACHE,
         )
     except ValueError as error:
         if key == "data_path":

@@ -10,12 +10,11 @@ from typing import Protocol
 
 from ray.exceptions import RayError
 
-from mindspeed_rl.observability.completions import Completion
+from mindspeed_rl.observability.observer import RunObserver
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.resume import read_newest_iteration, resume_from_save
 from mindspeed_rl.runtime.cluster import LiveDevices, count_live_devices, wait_for_devices
 from mindspeed_rl.runtime.futures import WorkerError
-from mindspeed_rl.trainers.run_logger import RunObserver
 from mindspeed_rl.trainers.termination import DevicesReturnedError, Termination
 
 #: faults of a process, a machine or Ray, as the driver sees them
@@ -34,17 +33,11 @@ class FitsRun(Protocol):
         ...
 
 
-class _ReturnWatch:
+class _ReturnWatch(RunObserver):
     """Let the loop of a run on fewer devices end after an iteration once all devices are there."""
 
     def __init__(self, whole: Run, termination: Callable[[], Termination | None]) -> None:
         self._whole, self._termination = whole, termination
-
-    def on_start(self) -> None:
-        """Do nothing: the devices may come back at any time."""
-
-    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
-        """Do nothing with samples."""
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Look for the devices after each iteration."""
@@ -54,9 +47,6 @@ class _ReturnWatch:
         needed = whole.placement.num_devices
         if count_live_devices(whole.platform).are_enough(needed, whole.num_nodes):
             termination.restart = DevicesReturnedError(f"all {needed} devices on {whole.num_nodes} node(s) are there again")
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
 
 class Recovery:

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Protocol
 
 from mindspeed_rl.observability import heartbeat
-from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.console import format_summary
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import set_up_logging
+from mindspeed_rl.observability.observer import RunObserver
 from mindspeed_rl.observability.report import LivePage, write_report
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.redaction import find_in_configuration, hide_in_configuration, hide_in_text, remember_secrets
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 from mindspeed_rl.runtime.futures import WorkerError
-from mindspeed_rl.trainers.run_logger import RunObserver
 from mindspeed_rl.trainers.termination import Terminated
 
 
@@ -58,7 +57,7 @@ class RunAdvisor(Protocol):
         ...
 
 
-class _RunReport:
+class _RunReport(RunObserver):
     """The report of a run: an observer of its figures that refreshes the page while the run goes."""
 
     def __init__(self, run: Run, advisor: RunAdvisor | None) -> None:
@@ -71,9 +70,6 @@ class _RunReport:
         page = self._page = LivePage(self._refresh)
         if (beat := heartbeat.current) is not None:
             beat.on_warning = page.refresh
-
-    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
-        """Do nothing: the page is made from the file that they are written to."""
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Refresh the page; the first and the newest evaluation are at its top."""

@@ -8,33 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from mindspeed_rl.observability import heartbeat
-from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.console import IterationProgress, StartSteps
 from mindspeed_rl.observability.host_load import HostLoad, read_resident_gib
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.observer import RunObserver
 from mindspeed_rl.observability.timers import Interval, Timeline, Timers, compute_imbalance, compute_timings
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.termination import Termination
-
-
-class RunObserver(Protocol):
-    """Follow the figures of a run next to its logger, for example to keep a report up to date."""
-
-    def on_start(self) -> None:
-        """Take note that the loop begins."""
-
-    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
-        """Take the samples of an iteration that are written to completions.jsonl; its figures follow."""
-
-    def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
-        """Take the figures of an iteration, which are in the files of the run by now; 0: evaluation before the first one."""
-
-    def close(self) -> None:
-        """Take note that no iteration follows."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import is_weight, read_split
 from mindspeed_rl.data import handler_class
+from mindspeed_rl.data.cache_folders import CACHE
 from mindspeed_rl.data.card import DataCard, describe_columns, describe_dropped
 from mindspeed_rl.data.datasets import StoredLogProbs
 from mindspeed_rl.data.forms import STAGE_KINDS, Reading, choose_reading
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 #: keys of data
 _KEYS = ("data_path", "eval_data_path")
-#: folder of the cache, next to the run folders
-CACHE = "prepared_data"
 #: columns that a stage reads; Megatron's dataset of stage pretrain has one file without columns
 _COLUMNS = {
     "sft": ("input_ids", "attention_mask", "labels"),

@@ -1,9 +1,10 @@
 """Ingredients of a run with one another: every pair that the rules allow is in a whole run that equals its reference.
 
-`.venv/bin/python tests/product_matrix.py` prints the matrix. `--all` makes the runs of `product_compared.json`, which have
-equalled their reference before. `PRODUCT_ALL=1` makes runs for all pairs, `PRODUCT_NEW=1` for those that no run of the file
-has; `PRODUCT_RUN=N,M` makes these of them, `PRODUCT_NAMES=lora+partial,remax` runs of these ingredients, `PRODUCT_SEED=N`
-draws other losses and other sets of ingredients, and `PRODUCT_RECORD=1` adds what is equal to the file, with the day.
+`.venv/bin/python tests/product_matrix.py` prints the matrix. `--all` makes a fifth of the runs of `product_compared.json`,
+which have equalled their reference before, and `--extra` the others. `PRODUCT_ALL=1` makes runs for all pairs,
+`PRODUCT_NEW=1` for those that no run of the file has; `PRODUCT_RUN=N,M` makes these of them, `PRODUCT_NAMES=lora+partial,remax`
+runs of these ingredients, `PRODUCT_SEED=N` draws other losses and other sets of ingredients, and `PRODUCT_RECORD=1` adds what
+is equal to the file, with the day.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from mindspeed_rl.config import ConfigError
 
 KIND = "rollout"
 _SEED = int(os.environ.get("PRODUCT_SEED", "1"))
+#: `--all` repeats one of so many of the runs that have been compared, `--extra` the others
+_ONE_OF = 5
 #: draws of a run, of which one is to show something
 _DRAWS = 4
 Folders = Mapping[str, Mapping[str, str]]
@@ -158,8 +161,13 @@ def test_a_run_of_several_ingredients_equals_its_reference(
     assert not compare(frozenset(names), seed + _SEED - 1, ranks, folders, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compared", [pytest.param(run, id="-".join(sorted(run.names))) for run in read_comparisons()])
+@pytest.mark.parametrize(
+    "compared",
+    [
+        pytest.param(run, id="-".join(sorted(run.names)), marks=pytest.mark.extra if number % _ONE_OF else pytest.mark.slow)
+        for number, run in enumerate(read_comparisons())
+    ],
+)
 def test_a_run_that_has_equalled_its_reference_does(
     ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path, compared: Compared
 ) -> None:
@@ -171,7 +179,7 @@ def test_a_run_that_has_equalled_its_reference_does(
     not {"PRODUCT_ALL", "PRODUCT_NEW", "PRODUCT_RUN", "PRODUCT_NAMES"} & set(os.environ),
     reason="a search for new faults: PRODUCT_ALL=1 makes a run for every pair, PRODUCT_NEW=1 for pairs that have none, "
     "PRODUCT_RUN=N,M some of these, PRODUCT_NAMES=A+B,C+D others; PRODUCT_RECORD=1 adds those that are equal to the runs of "
-    "--all",
+    "--all and --extra",
 )
 def test_every_pair_of_ingredients_is_in_a_run_that_equals_its_reference(
     ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path

@@ -15,9 +15,15 @@ from mindspeed_rl.observability.run_files import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
+#: twins that `--all` trains, one of each kind of stage; `--extra` trains the others
+FREQUENT = ("maths", "ppo", "sft_dpo", "distillation")
 
 
-@pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(recipe, marks=() if recipe.name in FREQUENT else pytest.mark.extra) for recipe in list_recipes()],
+    ids=lambda recipe: recipe.name,
+)
 def test_a_twin_stays_inside_of_its_band(recipe: Recipe, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mindspeed_rl.cli.main", "recipe", "run", recipe.name],

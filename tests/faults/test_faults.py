@@ -122,7 +122,11 @@ def differing(run: FaultRun, undisturbed: list[dict[str, Any]]) -> list[tuple[in
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("faults", RUNS, ids=lambda faults: "+".join(fault.id for fault in faults))
+@pytest.mark.parametrize(
+    "faults",
+    [pytest.param(faults, marks=pytest.mark.extra if number > 1 else ()) for number, faults in enumerate(RUNS)],
+    ids=lambda faults: "+".join(fault.id for fault in faults),
+)
 def test_a_run_that_tolerates_faults_recovers_and_computes_what_an_undisturbed_one_does(
     task: Path, tmp_path: Path, undisturbed: list[dict[str, Any]], faults: list[Fault]
 ) -> None:

@@ -66,7 +66,7 @@ def test_vllm_has_no_kernels_of_another_device() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("line", ["main", "fallback", "cann85"])
+@pytest.mark.parametrize("line", ["main", *(pytest.param(line, marks=pytest.mark.extra) for line in ("fallback", "cann85"))])
 def test_hosts_can_install_the_line_from_wheels(line: str, tmp_path: Path) -> None:
     """With Python 3.11. `packages.py resolve` asks for every host; see also tests/unit/npu/test_installation.py."""
     reached = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), "wheel"])

@@ -32,7 +32,7 @@ from mindspeed_rl.run.draft import draft
 
 SOURCE = os.environ.get("MINDSPEED_SRC")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.extra,
     pytest.mark.skipif(not SOURCE, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0"),
 ]
 

@@ -76,8 +76,8 @@ if [[ "$found" != "$release" ]]; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$environment/bin:$PATH"
 
-[[ "$release" == 0.17.1 ]] && list=0.17.1 || list=0.19.2  # another release runs what the newest does
-files="$("$environment/bin/python" tests/parts.py "megatron-$list" --all)"
+[[ "$release" == 0.17.1 ]] && list=(megatron-0.17.1 --extra) || list=(megatron-0.19.2 --all)  # another release runs what the newest does
+files="$("$environment/bin/python" tests/parts.py "${list[@]}")"
 mapfile -t paths <<< "$files"
 select=(-m "not slow")
 for argument in "$@"; do

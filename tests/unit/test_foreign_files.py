@@ -46,7 +46,7 @@ from mindspeed_rl.data.datasets import StoredLogProbs
 from mindspeed_rl.data.images import ImageRules, check_images, make_reference, open_image, prepare_images
 from mindspeed_rl.data.indexed import IndexedWriter, check_token_ids, open_indexed
 from mindspeed_rl.data.sources import open_source, read_rows
-from mindspeed_rl.data.templates import _load_template_file, load_template
+from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.tokenizer import check_tokens, load_tokenizer
 from mindspeed_rl.inference.tasks.files import read_data_rows
 from mindspeed_rl.models.plan import read_model
@@ -369,7 +369,7 @@ READERS: dict[str, Reader] = {
     "expert map": Reader(write_expert_map, read_expert_map),
     "templates": Reader(
         lambda folder: write_json(folder / "templates.json", [{"name": "mine", "format_user": {"slots": ["{{content}}"]}}]),
-        lambda path: (_load_template_file.cache_clear(), load_template("mine", path=path)),
+        lambda path: load_template("mine", path=path),
     ),
     "tools": Reader(
         lambda folder: write_bytes(folder / "tools.yaml", b"tools:\n- class_name: calculator\n  config: {}\n"),

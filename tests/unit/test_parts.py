@@ -16,9 +16,9 @@ import pytest
 TESTS = Path(parts.__file__).parent
 
 
-def _shares(environment: str, part: int, count: int, *, with_slow: bool) -> dict[str, str]:
+def _shares(environment: str, part: int, count: int, *, run: str) -> dict[str, str]:
     """File -> its share in a part, "0:1" for all of it."""
-    arguments = parts.select(environment, part, count, with_slow=with_slow)
+    arguments = parts.select(environment, part, count, run=run)
     result = dict.fromkeys((file for file in arguments if not file.startswith("--")), "0:1")
     for share in (argument.removeprefix("--share=") for argument in arguments if argument.startswith("--")):
         file, _, result[file] = share.rpartition("=")
@@ -41,33 +41,33 @@ def test_every_test_file_is_in_an_environment_that_the_script_runs() -> None:
     assert chosen | {f"megatron-{release}" for release in releases.split()} == parts.ENVIRONMENTS.keys()
 
 
-@pytest.mark.parametrize("with_slow", [False, True])
+@pytest.mark.parametrize("run", parts.RUNS)
 @pytest.mark.parametrize("count", [1, 2, 4, 7])
-def test_each_test_is_in_exactly_one_part(count: int, with_slow: bool) -> None:
+def test_each_test_is_in_exactly_one_part(count: int, run: str) -> None:
     sizes = (1, 2, 3, 10, 97)
     for environment in parts.ENVIRONMENTS:
         times: dict[str, list[list[int]]] = defaultdict(lambda: [[0] * size for size in sizes])
         for part in range(1, count + 1):
-            for file, share in _shares(environment, part, count, with_slow=with_slow).items():
+            for file, share in _shares(environment, part, count, run=run).items():
                 for of_size in times[file]:
                     for position in range(len(of_size)):
                         of_size[position] += parts.is_in_share(position, len(of_size), share)
-        runs = with_slow or environment in ("unit", "dist", "routers", "faults", "e2e", "npu_sim")
-        assert sorted(times) == sorted(parts.list_files(environment) if runs else [])
+        kinds = parts.list_kinds(environment, run)
+        assert sorted(times) == [file for file in sorted(parts.list_files(environment)) if parts.has_kinds(file, kinds)]
         assert all(number == 1 for of_file in times.values() for of_size in of_file for number in of_size)
 
 
-@pytest.mark.parametrize("with_slow", [False, True])
-def test_parts_are_equally_long_by_what_files_took(with_slow: bool) -> None:
+@pytest.mark.parametrize("run", parts.RUNS)
+def test_parts_are_equally_long_by_what_files_took(run: str) -> None:
     measured = json.loads(parts.DURATIONS.read_text())
     seconds = []
     for part in range(1, 5):
         seconds.append(0.0)
         for environment in parts.ENVIRONMENTS:
-            with_its_slow = with_slow and "megatron" not in environment
-            for file, share in _shares(environment, part, 4, with_slow=with_slow).items():
+            for file, share in _shares(environment, part, 4, run=run).items():
                 low, high = map(float, share.split(":"))
-                of_file = sum(measured[file][: 1 + with_its_slow]) if file in measured else 0.0
+                kinds = parts.list_kinds(environment, run)
+                of_file = sum(measured[file][kind] for kind in kinds) if file in measured else 0.0
                 seconds[-1] += of_file * (high - low)
     assert max(seconds) < 1.15 * min(seconds)
 

@@ -32,6 +32,15 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def _write_column(name: str, value: object) -> str:
+    try:
+        return as_text(value)
+    except (TypeError, ValueError, RecursionError) as error:  # of a date, of bytes, of a value that has itself
+        raise MalformedRowError(
+            f"column {name!r} has a value of type {type(value).__name__}, which JSON cannot write ({error}); write it as text"
+        ) from error
+
+
 class PromptHandler(Handler):
     """Base of the prompt handlers.
 
@@ -116,7 +125,7 @@ class PromptHandler(Handler):
         # `solution` is what scorers read in place of the label
         if any(values[name] in (None, "") for name in (LABELS, "solution") if name in values):
             raise DroppedRowError(DropReason.EMPTY_ANSWER)
-        extra = tuple(Rendering((Turn((as_text(value),), ()),)) for value in values.values())
+        extra = tuple(Rendering((Turn((_write_column(name, value),), ()),)) for name, value in values.items())
         return Draft((self.render_conversation(conversation), *extra), note=values, images=conversation.images)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:

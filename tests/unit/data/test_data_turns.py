@@ -17,11 +17,10 @@ from test_data_chat_templates import FOLDER, LOOKS_SPECIAL, NAMES, TOKENS, stand
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.templates import (
-    _TEMPLATE_FILE,
     HfTemplate,
     Template,
     _list_template_names,
-    _load_template_file,
+    _load_own_templates,
     load_template,
 )
 from mindspeed_rl.data.turns import ChatTurns, _build_conversation
@@ -44,7 +43,7 @@ def template_and_tokenizer(kind: str, name: str) -> tuple[Template | HfTemplate,
         return load_template("hf", tokenizer), tokenizer
     template, tokenizer = load_template(name), build_tokenizer()
     assert isinstance(template, Template)
-    entry = _load_template_file(str(_TEMPLATE_FILE))[name]
+    entry = _load_own_templates()[name]
     slots = [slot for value in entry.values() if isinstance(value, dict) for slot in value.get("slots", [])]
     found = {*LOOKS_SPECIAL.findall(json.dumps(entry, ensure_ascii=False)), *template.stop_words}
     found |= {slot["token"] for slot in slots if isinstance(slot, dict)}
