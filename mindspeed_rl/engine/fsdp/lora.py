@@ -92,7 +92,7 @@ def adapt_module(
     ops = [op for op in plan.architecture.weight_ops(plan.model_config, packing) if _has_adapter(op, parts)]
     if not ops:
         raise ValueError(f"lora_target_modules: {plan.architecture.name} has no layer named {', '.join(settings.targets)}.")
-    switch, matrices = AdapterSwitch(), dict[str, tuple[nn.Parameter, nn.Parameter]]()
+    switch, matrices = AdapterSwitch(), dict[str, tuple[Tensor, Tensor]]()
     for op in ops:
         shared: nn.Linear | None = None
         for name in op.hf:
