@@ -35,9 +35,9 @@ def test_the_layout_for_fewer_devices_keeps_the_rules_and_the_batch() -> None:
 
 
 def test_groups_of_copies_that_no_longer_fit_become_one() -> None:
-    changes = ["engine=fsdp", "tensor_model_parallel_size=1", "pipeline_model_parallel_size=1", "++{}.recompute_granularity=full"]
-    keys = [text.format("actor_config") if "{}" in text else f"++actor_config.{text}" for text in changes]
-    run = load("grpo_qwen25_7b_A3", 2, *keys, "++actor_config.fsdp_size=16", "++rl_config.use_prefix_grouper=false")
+    changes = "engine=fsdp tensor_model_parallel_size=1 pipeline_model_parallel_size=1 recompute_granularity=full fsdp_size=16"
+    keys = [f"++actor_config.{text}" for text in changes.split()]
+    run = load("grpo_qwen25_7b_A3", 2, *keys, "++rl_config.use_prefix_grouper=false")
     values, _ = find_layout(run, num_devices=8, num_nodes=1)
     assert values["actor_config.fsdp_size"] is None and values["rl_config.actor_resource.num_npus"] == 8
 
