@@ -204,7 +204,7 @@ class ShardedAdapters:
         modules: dict[str, tuple[Tensor, Tensor]] = {}
         get_name = self._plan.architecture.get_module_name
         for name, pair in self._adaptation.pairs.items():
-            a, b = (_gather(self._parameters[matrix]) for matrix in (pair.a, pair.b))
+            a, b = (gather_rows(self._parameters[matrix]) for matrix in (pair.a, pair.b))
             if dist.get_rank() == 0:
                 modules[get_name(name).removesuffix(_WEIGHT)] = (a.cpu().clone(), b.cpu())
         if dist.get_rank() == 0:
@@ -232,8 +232,8 @@ def read_rows(parameter: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of a parameter that is sharded by rows, which are its memory, and the index of the first."""
     sharded = cast(DTensor, parameter.detach())
     # the last dimension of a mesh divides the rows
-    size, shard, shards = sharded.shape[0], sharded.device_mesh.get_local_rank(-1), sharded.device_mesh.size(-1)
-    return sharded.to_local(), min(shard * -(-size // shards), size)
+    size, shards = sharded.shape[0], sharded.device_mesh.size(-1)
+    return sharded.to_local(), min(dist.get_rank() % shards * -(-size // shards), size)
 
 
 def _fill_rows(parameter: nn.Parameter, values: Tensor, window: tuple[slice, ...] = (slice(None),)) -> None:
@@ -243,5 +243,15 @@ def _fill_rows(parameter: nn.Parameter, values: Tensor, window: tuple[slice, ...
     rows[: len(part)][window].copy_(part)
 
 
-def _gather(parameter: nn.Parameter) -> Tensor:
-    return cast(DTensor, parameter.detach()).full_tensor()
+def gather_rows(sharded: Tensor) -> Tensor:
+    """Return a full float32 tensor of which each rank has rows; collective over the training world."""
+    mesh = cast(DTensor, sharded).device_mesh
+    if mesh.ndim == 1:
+        return cast(DTensor, sharded.detach()).full_tensor()
+    # torch keeps the groups of a mesh of several dimensions beyond the world that it belongs to
+    rows, start = read_rows(sharded)
+    full = torch.zeros(sharded.shape, dtype=torch.float32, device=rows.device)
+    if dist.get_rank() < mesh.size(-1):  # the others have copies
+        full[start : start + len(rows)] = rows
+    dist.all_reduce(full.view(torch.int32))  # bits, of which one rank has each
+    return full

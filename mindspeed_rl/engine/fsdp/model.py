@@ -20,7 +20,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.fsdp.attention import PACKED_ATTENTION, SequenceSplit, register
-from mindspeed_rl.engine.fsdp.lora import AdapterPair, ShardedAdapters, adapt_module
+from mindspeed_rl.engine.fsdp.lora import AdapterPair, ShardedAdapters, adapt_module, gather_rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.policy_model import align_values
@@ -237,7 +237,7 @@ class ShardedModel:
 
     def gather(self, parameter: str) -> Tensor:
         """Return a full parameter; collective."""
-        return cast(DTensor, self.names[parameter].detach()).full_tensor()
+        return gather_rows(self.names[parameter])
 
     def read_rows(self, name: str) -> tuple[Tensor, int]:
         """Return this rank's rows of an HF tensor, which are the parameter's memory, and the index of the first."""
@@ -265,7 +265,7 @@ class ShardedModel:
         full: dict[str, Tensor] = {}
         for name, parameter in self.names.items():
             if parameter.grad is not None:
-                full[name] = cast(DTensor, parameter.grad).full_tensor()
+                full[name] = gather_rows(parameter.grad)
         gradients = {name: full[place.parameter] for name, place in self.places.items() if place.parameter in full}
         places = ((name, gradient, self.places[name]) for name, gradient in gradients.items())
         read = {
