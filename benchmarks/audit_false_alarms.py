@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.audit.cheats import MUTATIONS
 from mindspeed_rl.audit.judges import JudgeAudit, JudgedRow, Panelist
+from mindspeed_rl.audit.marked import MarkedResponses
 from mindspeed_rl.audit.reward import audit_reward
 from mindspeed_rl.audit.rows import open_run_data, read_cases
 from mindspeed_rl.config.loader import load_run_config
@@ -121,6 +122,27 @@ def measure_judges(count: int, accuracy: float, bound: float) -> None:
     print(f"judges right on {accuracy:.0%} of 100 responses: {failed} of {count} panels below {bound:g}", flush=True)
 
 
+def measure_votes(count: int) -> None:
+    """Print how many runs have the alert `votes_missing`: three judges, of whose replies 1 in 200 is none."""
+    draws, alerts = random.Random(3), 0
+    for _ in range(count):
+        means = [sum(draws.random() < 0.005 for _ in range(3 * 128)) / 128 for _ in range(20)]
+        lines = [{"iteration": index, "judge/missing_rewards/mean": mean} for index, mean in enumerate(means)]
+        alerts += any(alert.kind == "votes_missing" for alert in find_alerts(History(lines)))
+    print(f"runs with judges that miss 1 of 200 votes: {alerts} of {count} with votes_missing", flush=True)
+
+
+def measure_marks(count: int) -> None:
+    """Print how many files of 200 marks fail: half of the responses are right, and people are wrong about 1 of 100."""
+    draws, failed = random.Random(4), 0
+    for _ in range(count):
+        truth = [index % 2 == 0 for index in range(200)]
+        marks = [is_right != (draws.random() < 0.01) for is_right in truth]
+        marked = MarkedResponses([("", "")] * 200, marks, [float(is_right) for is_right in truth], 1.0)
+        failed += marked.paid_share > 0.05
+    print(f"files of marks by people who are right about 99 of 100: {failed} of {count} fail", flush=True)
+
+
 def measure_gaps(count: int) -> None:
     """Print how many runs of eleven audits have the alert of a tricked reward, though the check follows the reward."""
     draws, alerts = random.Random(0), 0
@@ -168,6 +190,8 @@ def main(argv: Sequence[str]) -> None:
     gsm8k = [{"prompt": row["question"], "labels": row["answer"].rpartition("#### ")[2]} for row in solved]
     measure_judges(1000, 0.97, 0.667)
     measure_gaps(1000)
+    measure_votes(1000)
+    measure_marks(1000)
     measure_sentences(solved, 1000)
     sys.path.insert(0, str(Path(__file__).parent))  # for the environment
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.command import PROJECTS
 from mindspeed_rl.importers.importer import import_command
-from mindspeed_rl.importers.result import Import, ImportSettings
+from mindspeed_rl.importers.result import ASSUMED_ROWS, Import, ImportSettings
 from mindspeed_rl.importers.shell import read_script
 from mindspeed_rl.importers.source_plan import SourcePlan
 
@@ -69,6 +69,10 @@ _CONFIGURATIONS = {
     "areal": "areal/api/cli_args.py",
     "roll": "roll/configs/base_config.py",
 }
+#: rows of data whose number a command needs and only a user knows
+_ROWS = 100_000
+#: beginnings of sentences about files that hold no command which trains
+_NO_COMMAND = ("there is no c", "do_train is not true")
 #: rounds of questions and answers
 _MAX_ROUNDS = 12
 
@@ -103,10 +107,11 @@ def judge(project: str, path: Path, devices: int) -> tuple[Outcome, Import | Non
     accepted: frozenset[str] = frozenset()
     text = path.read_text(encoding="utf-8", errors="replace") if path.suffix == ".sh" else str(path)
     given: int | None = None
+    rows = ASSUMED_ROWS
     reasons: list[str] = []
     own_reasons: list[str] = []
     for _ in range(_MAX_ROUNDS):
-        settings = ImportSettings(devices=given, variables=variables, accepted=accepted, folder=path.parent)
+        settings = ImportSettings(devices=given, variables=variables, accepted=accepted, folder=path.parent, rows=rows)
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 run = import_command(PROJECTS[project], text, settings)
@@ -115,17 +120,19 @@ def judge(project: str, path: Path, devices: int) -> tuple[Outcome, Import | Non
         else:
             kind = "valid but for named numbers" if accepted else "valid"
             return Outcome(path, kind, accepted=accepted), run, variables
+        # documents that are cut into samples have no number of rows that a file says
+        rows = _ROWS if any("or --rows" in reason for reason in reasons) else rows
         asked = {name for reason in reasons for name in re.findall(r"--set (\w+)=", reason)} - variables.keys()
         named = {name for reason in reasons for name in re.findall(r"--accept (\w+) takes", reason)} - accepted
         variables |= {name: guess(name) for name in asked}
         accepted |= named
-        if not asked and not named:
+        if not asked and not named and settings.rows == rows:
             if given is not None:
                 break
             given, own_reasons = devices, reasons
     # with other devices than its own a script may be refused for its sizes
     reasons = own_reasons or reasons
-    kind = "no command" if any(reason.startswith(("there is no c", "there is no call")) for reason in reasons) else "refused"
+    kind = "no command" if any(reason.startswith(_NO_COMMAND) for reason in reasons) else "refused"
     return Outcome(path, kind, reasons), None, variables
 
 
@@ -167,6 +174,17 @@ def _count_step(config: DictConfig) -> object:
     return min(mini, batch) * group
 
 
+def _count_prompts(config: DictConfig) -> object:
+    """Return the prompts of a rollout; None where the loader's batches are another number, or one is no batch of the update."""
+    batch = int(str(_lower(config, "data.train_batch_size")))
+    if _lower(config, "trainer.v1.trainer_mode") == "separate_async":
+        return batch // int(str(_lower(config, "trainer.v1.separate_async.parameter_sync_step")))
+    if _lower(config, "rollout.total_rollout_steps") is not None:
+        return None  # the fully asynchronous trainer counts in require_batches
+    own = _lower(config, "algorithm.filter_groups.enable") and _lower(config, "data.gen_batch_size")
+    return int(str(own or batch))
+
+
 def _rank(config: DictConfig) -> object:
     model = "actor_rollout_ref.model."
     if _lower(config, f"{model}lora_adapter_path", f"{model}lora.adapter_path"):
@@ -189,6 +207,7 @@ _OF_PPO: dict[str, Callable[[DictConfig], object]] = {
     "response_length": lambda c: _lower(c, "data.max_response_length"),
     "infer_tp": lambda c: _lower(c, f"{_R}tensor_model_parallel_size"),
     "step_samples": _count_step,
+    "rollout_prompts": _count_prompts,
     "lora_rank": _rank,
     "model": lambda c: _lower(c, "actor_rollout_ref.model.path"),
 }

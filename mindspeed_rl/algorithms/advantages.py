@@ -183,6 +183,17 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, objective: Objective) 
     return _finish(advantages, inputs), _finish(returns, inputs)
 
 
+def flash_reinforce(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Subtract the mean reward of the whole batch, for one response per prompt (FlashREINFORCE as OpenRLHF has it).
+
+    A_i = R_i - mean_batch R; R_i is the score minus kl_coef * sum_t kl_t.
+    """
+    scores = _compute_sequence_rewards(inputs)
+    scored = scores[inputs.valid]
+    advantages = _finish(scores - (scored.mean() if len(scored) else 0.0), inputs)
+    return advantages, advantages
+
+
 def remax(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Subtract the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
 

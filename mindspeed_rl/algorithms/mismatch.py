@@ -1,7 +1,8 @@
-"""Where trainer and rollout engine differ about the log-probs of the same tokens: by depth, and by class of token."""
+"""Where trainer and rollout engine differ about the log-probs of the same tokens: by depth, class of token, and experts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 #: tokens of a response at which a bucket of depths begins
 DEPTHS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
+#: percent of a token's experts, in all layers, from which a bucket of agreement begins
+AGREEMENTS = (0, 50, 90, 100)
 #: log-prob below which a sampled token is rare: 1 %
 _RARE = -4.605170186
 
@@ -41,3 +44,25 @@ def measure_depths(computed: Tensor, recorded: Tensor, mask: Tensor) -> Iterator
     for name, chosen in (buckets | classes).items():
         if count := int(chosen.sum()):
             yield f"mismatch/{name}", float(distance[chosen].sum()), count
+
+
+def measure_experts(
+    computed: Tensor, recorded: Tensor, mask: Tensor, chosen: Tensor, replayed: Tensor
+) -> Iterator[tuple[str, float, int]]:
+    """Yield (metric, sum of |log pi - log mu|, number of tokens) of each bucket of agreement that has tokens.
+
+    mismatch/experts/P: tokens of which the trainer's routers would choose at least P percent of the engine's experts, up to the
+    next bucket. A token's experts are those of the position that predicts it.
+
+    Args:
+        computed, recorded: [T] log-probs of the trainer and of the rollout engine.
+        mask: [T] bool; True on tokens that the actor sampled.
+        chosen, replayed: [T, layers, k] experts that the trainer's routers choose, and the engine's; -1 where it reported none.
+    """
+    distance = (computed - recorded).abs().double()
+    known = (replayed >= 0).flatten(1).all(1) & mask
+    agreed = (replayed[..., None] == chosen[..., None, :]).any(-1).flatten(1).double().mean(1) * 100
+    for start, end in zip(AGREEMENTS, (*AGREEMENTS[1:], math.inf)):
+        selected = known & (agreed >= start) & (agreed < end)
+        if count := int(selected.sum()):
+            yield f"mismatch/experts/{start}", float(distance[selected].sum()), count

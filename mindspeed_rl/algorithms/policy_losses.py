@@ -112,6 +112,9 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
             metrics["distillation/teacher_mass"] = ("mean", batch.divergence[2])
         if not term.use_policy_gradient:
             losses = losses.add(distance, alpha=term.coef)
+        if term.supervised_coef:
+            metrics["distillation/supervised_loss"] = ("loss", -inputs.log_probs)
+            losses = losses.sub(inputs.log_probs, alpha=term.supervised_coef)
     # with a reference its KL is measured, even if it does not train
     if objective.kl_in_loss or inputs.ref_log_probs is not None:
         kl = kl_penalty(

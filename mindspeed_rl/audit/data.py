@@ -482,7 +482,10 @@ def _shorten(text: str, limit: int = _SHOWN) -> str:
 def check_cleanable(train: RowPart, option: str = "--clean") -> None:
     """Raise ValueError for preprocessed data, whose rows cannot be written as they were."""
     if not train.stream.is_raw:
-        raise ValueError(f"{option}: {train.stream.data_path} is preprocessed; audit the raw data that it was made of")
+        raise ValueError(
+            f"{option}: {train.stream.data_path} is preprocessed; audit the raw data that it was made of "
+            "(megatron_training.data_path=FILE)"
+        )
 
 
 def write_clean(

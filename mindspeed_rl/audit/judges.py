@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from mindspeed_rl.audit.agreement import cohen_kappa, fleiss_kappa, krippendorff_alpha, percent_agreement
 from mindspeed_rl.audit.report import AuditReport, Section
 from mindspeed_rl.bounds import is_number
 from mindspeed_rl.data.handlers.prompt import as_text
 from mindspeed_rl.data.prompts import open_rows
 from mindspeed_rl.data.sources import read_chunk
-from mindspeed_rl.rewards.judge import Judge, JudgeError
+from mindspeed_rl.rewards.agreement import cohen_kappa, fleiss_kappa, krippendorff_alpha, percent_agreement
+from mindspeed_rl.rewards.judge import JudgeClient, JudgeError, JudgeForm
+from mindspeed_rl.rewards.judge_addresses import JudgeAddress, list_judges, split_address
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
+from mindspeed_rl.rewards.scorer import ScorerError, read_score
 
 #: requests of a judge at a time
 _AT_ONCE = 16
@@ -131,27 +133,40 @@ def ask_judges(
     """
     panel = list[Panelist]()
     for each in settings:
-        name = f"judge {len(panel) + 1}" if each.judge_model is None else each.judge_model
-        if name in [one.name for one in panel]:
-            name = f"{name} ({len(panel) + 1})"
-        report(f"{name}: {len(rows):,} responses")
-        panel.append(asyncio.run(_ask(Judge(each), name, rows)))
+        form = JudgeForm(each)
+        for address in list_judges(each.judge_url, each.judge_model, each.judge_panel):
+            for repeat in range(each.judge_repeats):
+                name = _name_judge(each, address, repeat, [one.name for one in panel])
+                report(f"{name}: {len(rows):,} responses")
+                seed = repeat if each.judge_repeats > 1 else None
+                client = JudgeClient(address, form, temperature=each.judge_temperature, seed=seed)
+                panel.append(asyncio.run(_ask(client, form, each.judge_timeout_s, name, rows)))
     return panel
 
 
-async def _ask(judge: Judge, name: str, rows: Sequence[JudgedRow]) -> Panelist:
+def _name_judge(settings: RewardSettings, address: JudgeAddress, repeat: int, names: Sequence[str]) -> str:
+    """Return the name of a judge, or of one of its votes, that no earlier one has."""
+    name = f"judge {len(names) + 1}" if address.model is None else address.name
+    if settings.judge_repeats > 1:
+        name = f"{address.name}, vote {repeat + 1}"
+    return f"{name} ({len(names) + 1})" if name in names else name
+
+
+async def _ask(client: JudgeClient, form: JudgeForm, limit_s: float, name: str, rows: Sequence[JudgedRow]) -> Panelist:
     gate, found = asyncio.Semaphore(_AT_ONCE), Panelist(name)
 
     async def ask(row: JudgedRow) -> tuple[float | None, tuple[bool, ...] | None, str]:
         async with gate:
             try:
-                score = await asyncio.wait_for(judge(row.sample), judge.timeout_s)
+                opinion = await asyncio.wait_for(client.ask(form.write_request(row.sample)), limit_s)
+                score = None if opinion.score is None else read_score(opinion.score)
             except TimeoutError:
-                return None, None, f"{row.where}: no reply in {judge.timeout_s:g} s (rl_config.judge_timeout_s)"
+                return None, None, f"{row.where}: no reply in {limit_s:g} s (rl_config.judge_timeout_s)"
             except Exception as error:  # noqa: BLE001  # a parser of the user may raise anything
-                return None, None, f"{row.where}: {error if isinstance(error, JudgeError) else repr(error)}"
-        total = score if isinstance(score, float) else score.get("score", statistics.fmean(score.values()))
-        return total, judge.form.verdicts.get(judge.form.prompt(row.sample)), ""
+                return None, None, f"{row.where}: {error if isinstance(error, (JudgeError, ScorerError)) else repr(error)}"
+        if score is None:
+            return None, None, f"{row.where}: the parser of the reply has no opinion"
+        return score[0], opinion.verdicts, ""
 
     for total, met, error in await asyncio.gather(*map(ask, rows)):
         found.scores.append(total)
@@ -369,7 +384,7 @@ def _format(value: float | None) -> str:
 
 
 def make_panel_settings(settings: RewardSettings, judges: Sequence[str]) -> list[RewardSettings]:
-    """Return the settings of the run's own judge, where it has one, and of further ones.
+    """Return the settings of the run's own judges, where it has any, and of further ones, which are asked as often.
 
     Args:
         settings: settings of the run's rewards.
@@ -380,9 +395,8 @@ def make_panel_settings(settings: RewardSettings, judges: Sequence[str]) -> list
     """
     panel = [settings] if settings.judge_url is not None else []
     for text in judges:
-        model, _, url = text.rpartition("@http")
-        url = f"http{url}" if model else text
-        panel.append(replace(settings, judge_url=url, judge_model=model or None))
+        url, model = split_address(text)
+        panel.append(replace(settings, judge_url=url, judge_model=model, judge_panel=()))
     if not panel:
         raise ValueError("audit judges: the run has no rl_config.judge_url; name judges by --judge [MODEL@]URL")
     return panel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindspeed_rl.audit.agreement import cohen_kappa, percent_agreement
 from mindspeed_rl.audit.report import Section, shorten
+from mindspeed_rl.rewards.agreement import cohen_kappa, percent_agreement
 
 #: part of the full score from which a response is paid for
 _PAID = 0.5

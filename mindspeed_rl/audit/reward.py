@@ -31,7 +31,7 @@ from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.audit_rewards import derive_audit_rewards
-from mindspeed_rl.run.machine import check_server
+from mindspeed_rl.run.machine import check_judges, check_server
 from mindspeed_rl.thoughts import remove_thought
 from mindspeed_rl.tools.environment_check import ENVIRONMENT_CHECK, TURNS, is_playable
 
@@ -336,7 +336,7 @@ def select_functions(run: Run) -> tuple[list[str], list[float], list[str]]:
     skipped = []
     if "judge" in names and run.rl.judge_url is not None:
         try:
-            check_server(run.rl.judge_url, "rl_config.judge_url")
+            skipped += check_judges(run.rl)
         except ValueError as error:
             skipped.append(f"the judge: {error}")
             place = names.index("judge")

@@ -313,6 +313,11 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
         formula="r - mean_{group_size}(r){whitened}",
         choices=_WHITENED,
     ),
+    "flash_reinforce": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:flash_reinforce",
+        group_signal="none",
+        formula="r - mean_batch(r)",
+    ),
     "remax": AdvantageEstimator(
         target=f"{_ADVANTAGES}:remax",
         group_signal="none",

@@ -118,12 +118,17 @@ DISTILLATION_LINES: tuple[Formula, ...] = (
         reward=Choice("use_task_rewards", {True: "A"}, "0"),
     ),
     _line_where("distill", "trains_policy", (False,), "no policy term: rewards of the task do not train"),
+    _line_where(
+        *("responses", "reads_data", (True,)),
+        "of the student with probability {on_policy_fraction:g} per iteration, else of the data",
+    ),
 )
 
 #: the terms of the loss in front of `ADDED_LOSSES`; one that is subtracted begins with its sign
 TERMS: tuple[Formula, ...] = (
     _line_where("", "trains_policy", (True,), "aggregate(L)"),
     _line_where("", "distillation_in_loss", (True,), "{distillation_coef:g} * aggregate(D)"),
+    _line_unless("", "supervised_coef", 0.0, "{supervised_coef:g} * aggregate(-log q(y)), y of the data"),
     _line_unless("", "kl_in_loss", 0.0, "{kl_in_loss:g} * aggregate(KL)"),
     _line_unless("", "entropy_coeff", 0.0, "{entropy_sign}{entropy_weight:g} * aggregate(entropy)"),
 )

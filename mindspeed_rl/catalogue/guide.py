@@ -228,6 +228,13 @@ ADVICE: dict[str, dict[str, Advice]] = {
             "reinforce_plus_plus_baseline",
             "reinforce_plus_plus",
         ),
+        "flash_reinforce": Advice(
+            "",
+            (
+                "one response a prompt and no critic: the mean of the batch is the baseline",
+                "每个 prompt 一个回答且不用 critic：以整批均值为基线",
+            ),
+        ),
         "remax": Advice(
             "2310.10505",
             ("one response a prompt, with a greedy one as its baseline", "每个 prompt 一个回答，以贪心回答为基线"),
@@ -306,7 +313,7 @@ NOT_AVAILABLE: dict[str, dict[str, str]] = {
         "distillation": "no stage of its own; nearest: rl_config.distillation, or stage sft with sft_loss_type forward_kl",
         "server_distillation": "teachers are servers; nearest: rl_config.distillation with addresses in teacher_models",
         "async_distillation": "nearest: rl_config.distillation with trainer_mode async",
-        "gkd": "on-policy distillation; nearest: rl_config.distillation with loss_mode jsd_topk",
+        "gkd": "no stage of its own; nearest: rl_config.distillation with loss_mode jsd_topk and on_policy_fraction (lmbda)",
         "gold": "distillation between tokenizers; nearest: rl_config.distillation, with a teacher of the same tokenizer",
         "iw_opd": "distillation with importance weights; nearest: rl_config.distillation with rollout_importance_sampling_mode",
         "sdft": "self-distillation from a prompt with an example; nearest: rl_config.distillation with teacher_models: [actor]",

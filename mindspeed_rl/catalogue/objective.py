@@ -46,6 +46,8 @@ class Distillation:
     weights: tuple[float, ...]
     estimator: KlEstimator | None
     teachers: tuple[str, ...] = ()
+    on_policy_fraction: float = 1.0
+    supervised_coef: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -64,6 +66,11 @@ class Distillation:
         return {folder: f"teacher_{index}" if index else "teacher" for index, folder in enumerate(folders)}
 
     @property
+    def reads_data(self) -> bool:
+        """True where some iterations train on the responses of the data."""
+        return self.on_policy_fraction < 1.0
+
+    @property
     def has_servers(self) -> bool:
         """True where the teachers are servers."""
         return any("://" in teacher for teacher in self.teachers)
@@ -80,6 +87,7 @@ class Distillation:
             "estimator": formula.replace("pi_ref", "p").replace("pi", "q"),
             "beta_rest": 1 - self.beta,
             "trains_policy": self.trains_policy,
+            "reads_data": self.reads_data,
             "num_weights": len(self.weights),
             "weight_list": " ".join(f"{weight:g}" for weight in self.weights),
         }

@@ -20,6 +20,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.files import write_file
+from mindspeed_rl.rewards.judge_addresses import list_judges
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
@@ -272,11 +273,12 @@ def _audit_judges(argv: list[str]) -> int:
     # by name: the check of an address imports torch
     make_settings = registry.load("mindspeed_rl.audit.reward:make_settings", "audit")
     panel = make_panel_settings(make_settings(run), arguments.judge)
-    if len(panel) < 2 and arguments.human is None:
+    addresses = [list_judges(each.judge_url, each.judge_model, each.judge_panel) for each in panel]
+    if sum(map(len, addresses)) * panel[0].judge_repeats < 2 and arguments.human is None:
         parser.error("one judge agrees with itself; name a second one by --judge, or people's marks by --human")
     check_server = registry.load("mindspeed_rl.run.machine:check_server", "audit")
-    for settings in panel:
-        check_server(settings.judge_url, "--judge")
+    for address in (address for each in addresses for address in each):
+        check_server(address.url, "--judge")
     rows = read_judged_rows(arguments.responses, arguments.human)
     audit = JudgeAudit(rows, ask_judges(panel, rows, print_status), arguments.threshold)
     return _finish(arguments, audit.describe(bound), audit.encode(bound))

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,8 @@ _TOKEN = "/run/mindspeed-rl/token"
 _REFUSED = 2
 #: machine -> its devices (0: a run on CPUs, whose processes share one machine)
 _MACHINES = {"a2": 8, "a3": 16, "a5": 8, "cpu": 0}
+#: start of a word in the name of a run file -> machine
+_NAMED = (("a2", "a2"), ("a3", "a3"), ("a5", "a5"), ("950", "a5"))
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?")
 _FIND_ADDRESS = "getent ahostsv4 {host} | awk 'NR==1 {{print $1}}'"
 
@@ -348,7 +351,8 @@ def _make_parser() -> Parser:
     add("--config-name", "--config", metavar="RUN", help="the run file as an option, as other commands have it")
     add("words", nargs="*", metavar="RUN key=value", help="run file, as the nodes find it, and overrides as for training")
     add("-o", "--output", type=Path, required=True, help="file to write; - prints it")
-    add("--machine", choices=tuple(_MACHINES), required=True, help="kind of the machines, as the folders of envs/")
+    machine = "kind of the machines, as the folders of envs/; default: cpu for a run on CPUs, else that in the run file's name"
+    add("--machine", choices=tuple(_MACHINES), help=machine)
     add("--npus-per-node", type=int, help="devices of a machine; default: a2 and a5 8, a3 16")
     add("--nodes", type=int, help="machines; default: as few as have the devices of the run")
     add("--name", help="name of the job; default: from the run file")
@@ -368,6 +372,23 @@ def _make_parser() -> Parser:
     return parser
 
 
+def _find_machine(platform: str, run: str) -> str:
+    """Return the kind of machine of a run on CPUs, or the one that the name of a run file has, such as ..._A3.
+
+    Raises:
+        ValueError: the name has none.
+    """
+    if platform == "cpu":
+        return "cpu"
+    words = re.split(r"[_.-]", Path(run).stem.lower())
+    named = list(dict.fromkeys(machine for word in words for start, machine in _NAMED if word.startswith(start)))
+    if len(named) != 1:
+        kinds = ", ".join(f"{name} ({count} devices)" for name, count in _MACHINES.items() if count)
+        raise ValueError(f"--machine is missing, and the name {Path(run).stem} has none: {kinds}")
+    print(f"machines: {named[0]}, which the name of the run file has (--machine)", file=sys.stderr)
+    return named[0]
+
+
 def _build_job(args: argparse.Namespace) -> Job:
     _check(args)
     args.overrides = list(args.words)
@@ -380,9 +401,12 @@ def _build_job(args: argparse.Namespace) -> Job:
     # rules and placement do without torch
     from mindspeed_rl.run.resolve import resolve
 
+    args.machine = args.machine or _find_machine(cfg.platform, args.run)
     on_devices = args.machine != "cpu"
     if on_devices == (cfg.platform == "cpu"):
         raise ValueError(f"--machine {args.machine} does not suit {args.run}, which has platform: {cfg.platform}")
+    if args.npus_per_node is not None and not on_devices:
+        raise ValueError("--npus-per-node: a run on CPUs has no devices")
     platform = "npu" if on_devices else "cpu"
     devices = resolve(cfg, platform=platform).placement.num_devices
     per_node = args.npus_per_node or _MACHINES[args.machine] or devices
@@ -425,7 +449,6 @@ def _check(args: argparse.Namespace) -> None:
         f"--retries is {args.retries}; it must be at least 0": args.retries < 0,
         f"--npus-per-node is {args.npus_per_node}; it must be at least 1": args.npus_per_node is not None
         and args.npus_per_node < 1,
-        "--npus-per-node: a run on CPUs has no devices": args.npus_per_node is not None and args.machine == "cpu",
         f"--port {args.port} must be from 1 to 65535": not 0 < args.port < 65536,
         f"--time belongs to slurm; --write is {args.write}": bool(args.time) and args.write != "slurm",
         "--queue: docker compose has no queues": bool(args.queue) and args.write == "docker-compose",

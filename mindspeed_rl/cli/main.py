@@ -24,16 +24,28 @@ if TYPE_CHECKING:
 
 #: packages of an environment of a device kind, which plans and reports do without
 _ENVIRONMENT = ("torch", "ray", "vllm", "megatron", "transformers")
-#: command -> arguments with which a first look at it works; shown to who calls it without any
+#: command, with its kind where it has some -> arguments with which a first look at it works; shown where there are none
 _EXAMPLES: dict[str, str] = {
     "train": "--config-name grpo_tiny_cpu",
     "new": "my-task --kind maths",
     "recipe": "list",
+    "recipe show": "NAME",
+    "recipe data": "NAME",
+    "recipe run": "NAME",
     "explain": "--config-name grpo_qwen3_8b_A3",
     "import": "verl run_grpo.sh -o my_run.yaml",
     "plan": "--config-name grpo_qwen3_8b_A3",
+    "plan memory": "--config-name grpo_qwen3_8b_A3",
+    "plan time": "--config-name grpo_qwen3_8b_A3",
+    "plan fit": "--model MODEL --npus 16 -o my_run.yaml",
+    "plan smallest": "--model MODEL",
+    "plan tune": "--config-name grpo_tiny_cpu",
+    "plan experts": "--counts FOLDER --devices 16 -o map.json",
     "promise": "grpo_qwen3_8b_A3",
     "audit": "reward --config-name grpo_tiny_cpu",
+    "audit reward": "--config-name grpo_tiny_cpu",
+    "audit data": "--config-name grpo_tiny_cpu",
+    "audit judges": "--config-name grpo_tiny_cpu --responses responses.jsonl",
     "download": "Qwen/Qwen2.5-0.5B-Instruct",
     "convert": "--load-dir MODEL --save-dir OUT --target-tensor-parallel-size 2",
     "merge": "--method linear --models MODEL_A MODEL_B -o OUT",
@@ -105,9 +117,9 @@ def main(argv: list[str] | None = None) -> int:
         hint = "" if near is None else f" Did you mean '{near}'?"
         print(f"error: unknown command '{argv[0]}'.{hint} Known: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    if len(argv) == 1 and argv[0] in _EXAMPLES:
-        print(f"{COMMANDS[argv[0]][1]}. For example:\n\n  mindspeed-rl {argv[0]} {_EXAMPLES[argv[0]]}\n", file=sys.stderr)
-        print(f"error: {argv[0]} needs arguments; mindspeed-rl {argv[0]} --help shows all", file=sys.stderr)
+    if (words := " ".join(argv)) in _EXAMPLES:
+        print(f"{COMMANDS[argv[0]][1]}. For example:\n\n  mindspeed-rl {words} {_EXAMPLES[words]}\n", file=sys.stderr)
+        print(f"error: {words} needs arguments; mindspeed-rl {words} --help shows all", file=sys.stderr)
         return 2
     registry.search_folders([Path.cwd()])
     try:

@@ -20,8 +20,18 @@ from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.data import handler_class, prompt_cache
 from mindspeed_rl.data.cache_folders import choose_workers, count_bytes, digest_files
 from mindspeed_rl.data.chunk_workers import map_chunks
-from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
-from mindspeed_rl.data.handlers.base import HandlerSettings, raise_encoding_errors
+from mindspeed_rl.data.conversation import (
+    Conversation,
+    DroppedRowError,
+    DropReason,
+    MalformedRowError,
+    Message,
+    Row,
+    assistant,
+    user,
+)
+from mindspeed_rl.data.encoding import TurnIds
+from mindspeed_rl.data.handlers.base import DEFAULT_TAGS, HandlerSettings, raise_encoding_errors
 from mindspeed_rl.data.handlers.prompt import LABELS, Math17kAlpacaStyleInstructionHandler, PromptHandler
 from mindspeed_rl.data.hub import HF, MS
 from mindspeed_rl.data.images import (
@@ -36,6 +46,7 @@ from mindspeed_rl.data.images import (
 )
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_SIZES, TEXT_BYTES, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.json_columns import OBJECT_COLUMNS, has_messages, read_object
+from mindspeed_rl.data.messages import OPENAI, choose_form, parse_list, read_messages, sharegpt_form
 from mindspeed_rl.data.prompt_cache import TokenizedRows
 from mindspeed_rl.data.sources import Chunk, Source, has_files, open_data, read_chunk
 from mindspeed_rl.data.templates import (
@@ -57,6 +68,10 @@ if TYPE_CHECKING:
 _SLICE = re.compile(r"(.+?)(?:\[(\d*):(\d*)\]|#(\d+))")
 #: column of the tokens of the prompt that teachers read in place of the student's
 TEACHER_PROMPT_IDS = "teacher_prompt_ids"
+#: column of the tokens of the response that the data has
+RESPONSE_IDS = "response_ids"
+#: any question, in front of the response that is rendered: the tokens of the real one are there already
+_QUESTION = "?"
 #: names of an object that has all rows of a data set
 _NAMES_OF_DATA = ("train", "test", "validation", "data", "rows", "examples", "instances", "items")
 #: prefixes of names of data sets on a hub
@@ -227,12 +242,62 @@ class PromptDataset:
             if conversation.system is None and settings.system_prompt:
                 conversation = replace(conversation, system=settings.system_prompt)
             renderings.append(handler.render_conversation(conversation.as_context()))
-        self._added = {}
         for index, turns in enumerate(handler.encoder.encode_renderings(renderings)):
             if isinstance(turns, MalformedRowError):
                 raise ValueError(f"{wheres[index]}: column {column!r} is not a prompt of a teacher: {turns}")
-            tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
-            self._added[int(self._row_indices[index])] = {TEACHER_PROMPT_IDS: tokens}
+            self._add(index, TEACHER_PROMPT_IDS, _join_turns(turns))
+
+    def add_responses(
+        self, column: str, tokenizer: PreTrainedTokenizerBase, settings: PromptSettings, max_length: int
+    ) -> None:
+        """Give each row the column RESPONSE_IDS: the tokens that answer its prompt with another column's text, and end there.
+
+        Args:
+            column: has the text, or messages of which the last is the answer.
+            max_length: bound of the tokens of prompt and response.
+
+        Raises:
+            ValueError: a row has no such response, or a longer one.
+        """
+        template = settings.load_template(tokenizer)
+        handler = Math17kAlpacaStyleInstructionHandler(
+            HandlerSettings(tokenizer=tokenizer, template=template, enable_thinking=settings.enable_thinking)
+        )
+        prompt = Conversation([user(_QUESTION)], settings.system_prompt)
+        wheres = [f"{self.where(index)}: column {column!r} is not a response of the data" for index in range(len(self))]
+        renderings = [handler.render_conversation(prompt.as_context())]
+        for index, where in enumerate(wheres):
+            item = self[index]
+            try:
+                answer = _read_answer(item["label"] if column == LABELS else item["columns"].get(column))
+            except MalformedRowError as error:
+                raise ValueError(f"{where}: {error}") from error
+            renderings.append(handler.render_conversation(replace(prompt, messages=[*prompt.messages, answer])))
+        opening, *encoded = handler.encoder.encode_renderings(renderings)
+        assert not isinstance(opening, MalformedRowError)
+        start = _join_turns(opening)
+        ends = {handler.encoder.eos_id, *(token for token, one in tokenizer.added_tokens_decoder.items() if one.special)}
+        for index, (where, turns) in enumerate(zip(wheres, encoded, strict=True)):
+            if isinstance(turns, MalformedRowError):
+                raise ValueError(f"{where}: {turns}")
+            # what the template writes after the answer, in a turn of its own, is for further messages
+            tokens = _join_turns(turns[:1])
+            if tokens[: len(start)] != start:
+                text = f"the chat template {template.name!r} opens an answer in another way than it does in a prompt"
+                raise ValueError(f"{where}: {text}; give prompt_type a template that writes both alike")
+            response = tokens[len(start) :]
+            # a template may write a line break after its end token; without a template there is none
+            response += [handler.encoder.eos_id] if ends.isdisjoint(response[-2:]) else []
+            if (length := int(self.lengths[index]) + len(response)) > max_length:
+                raise ValueError(
+                    f"{where}: with its prompt it has {length} tokens, more than generate_config.max_model_len ({max_length});"
+                    " raise it, or leave the row out"
+                )
+            self._add(index, RESPONSE_IDS, tuple(response))
+
+    def _add(self, index: int, column: str, value: object) -> None:
+        """Give a row a further column."""
+        self._added.setdefault(int(self._row_indices[index]), {})[column] = value
 
     def count_images(self) -> np.ndarray:
         """Count the images of every prompt, [prompts] int64."""
@@ -279,6 +344,30 @@ class PromptDataset:
         cut = f", {self.num_cut} cut to their last {self._limit} tokens" if self.num_cut else ""
         note = f"; {self._note}" if self._note else ""
         return f"{len(self)} prompts of {self.num_read} rows ({self.num_too_long} too long{cut}{reasons}){note}"
+
+
+def _join_turns(turns: Sequence[TurnIds]) -> list[int]:
+    """Return all tokens of a rendering."""
+    return [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
+
+
+def _read_answer(value: object) -> Message:
+    """Return the answer in a column: its text, or the last of its messages.
+
+    Raises:
+        MalformedRowError: it has none.
+    """
+    if isinstance(value, str) and value.startswith("[{"):  # files of `preprocess` have messages as text
+        with contextlib.suppress(MalformedRowError):
+            value = parse_list(value)
+    if isinstance(value, (list, tuple)):
+        _, messages = read_messages(value, choose_form(value, (OPENAI, sharegpt_form(DEFAULT_TAGS))))
+        if not messages or messages[-1].role != "assistant":
+            raise MalformedRowError("the last message is not from the assistant")
+        return messages[-1]
+    if not isinstance(value, str) or not value.strip():
+        raise MalformedRowError("it is empty" if value in (None, "") or isinstance(value, str) else f"it is {value!r:.60}")
+    return assistant(value)
 
 
 class _IndexedPrompts:

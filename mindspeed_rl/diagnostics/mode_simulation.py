@@ -20,7 +20,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mindspeed_rl.trainers.admission import Admission, InFlight
 
@@ -70,6 +70,7 @@ class Mode:
         num_spare: samples of a prompt beyond those that train; when enough have ended, the others are aborted.
         places: fraction of an iteration's responses that the engines work on at once.
         longest_first: prompts whose earlier responses were longest start first.
+        first_samples: one sample of each prompt starts first, and the others follow by what these say of their length.
         moving: devices move between the roles; None: they stay.
     """
 
@@ -79,6 +80,7 @@ class Mode:
     num_spare: int = 0
     places: float = math.inf
     longest_first: bool = False
+    first_samples: bool = False
     moving: Moving | None = None
 
 
@@ -106,9 +108,29 @@ class Outcome:
 
 @dataclass
 class _Group:
+    """A prompt in flight.
+
+    Attributes:
+        missing: responses that it waits for.
+        expected: length of its responses, from an earlier epoch; 0 where none is known.
+        lengths: its responses that have ended.
+        started: number of its responses that have started.
+    """
+
     index: int
     version: int
     missing: int
+    expected: float = 0.0
+    lengths: list[float] = field(default_factory=list)
+    started: int = 0
+
+    def predict(self) -> tuple[bool, float]:
+        """Return the sorting key of a waiting response: prompts with none first, then those expected to be long.
+
+        A prompt whose responses are still growing is expected to be long; a length of an earlier epoch counts as one more.
+        """
+        known = [*self.lengths, *([self.expected] if self.expected else [])]
+        return self.started > 0, -sum(known) / len(known) if known else -math.inf
 
 
 #: spread of the logarithm of lengths
@@ -124,8 +146,9 @@ class _Engine:
         num_tokens, num_aborted: tokens that were generated, and the aborted ones among them.
     """
 
-    def __init__(self, fixed_s: float, varying_s: float, places: float = math.inf) -> None:
+    def __init__(self, fixed_s: float, varying_s: float, places: float = math.inf, *, predicts: bool = False) -> None:
         self._fixed, self._varying, self._places = fixed_s, varying_s, places
+        self._predicts = predicts
         self._heap: list[tuple[float, int, _Group, float]] = []
         self._waiting: deque[tuple[_Group, float]] = deque()
         self._grown = 0.0
@@ -142,7 +165,14 @@ class _Engine:
 
     def _fill(self) -> None:
         while self._waiting and len(self._heap) < self._places:
-            group, length = self._waiting.popleft()
+            if self._predicts:
+                best = min(range(len(self._waiting)), key=lambda index: self._waiting[index][0].predict())
+                self._waiting.rotate(-best)
+                group, length = self._waiting.popleft()
+                self._waiting.rotate(best)
+            else:
+                group, length = self._waiting.popleft()
+            group.started += 1
             heapq.heappush(self._heap, (self._grown + length, next(self._count), group, self._grown))
 
     def next_end_s(self) -> float:
@@ -161,8 +191,9 @@ class _Engine:
         self.num_tokens += grown * len(self._heap)
         # time is divided by the pace and multiplied by it again, which does not give the same bits
         while self._heap and self._heap[0][0] <= self._grown + 1e-9:
-            group = heapq.heappop(self._heap)[2]
+            _, _, group, start = heapq.heappop(self._heap)
             group.missing -= 1
+            group.lengths.append(self._grown - start)
             if not group.missing:
                 self._abort(group)
                 yield group
@@ -222,7 +253,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
     """
     batch, admission, moving = times.prompts * times.samples, mode.admission, mode.moving
     fixed, fraction, directions = _fit_scale(times, seed), mode.device_fraction, list[int]()
-    engine = _Engine(fixed, fixed / batch / mode.device_fraction, mode.places * batch)
+    engine = _Engine(fixed, fixed / batch / mode.device_fraction, mode.places * batch, predicts=mode.first_samples)
 
     def move() -> None:
         """Move devices to the side that the other one waits for."""
@@ -254,8 +285,8 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
         nonlocal started
         admitted: list[tuple[float, _Group, list[float]]] = []
         for _ in range(admission.compute_room(version, taken, len(groups))):
-            groups[started] = _Group(started, version, times.samples)
             expected, own = next(prompts) if by_prompt else (0.0, list(itertools.islice(lengths, num_samples)))
+            groups[started] = _Group(started, version, times.samples, expected if mode.longest_first else 0.0)
             admitted.append((expected, groups[started], own))
             started += 1
         if mode.longest_first:
@@ -437,6 +468,8 @@ def build_tail_table() -> str:
             ("async, 1, 2 spare samples", "all", replace(ahead, device_fraction=trainer_fraction, num_spare=2)),
             ("sync", "a quarter", quarter),
             ("sync, longest first", "a quarter", replace(quarter, longest_first=True)),
+            ("sync, first samples", "a quarter", replace(quarter, first_samples=True)),
+            ("sync, longest first, first samples", "a quarter", replace(quarter, longest_first=True, first_samples=True)),
             ("async, 1", "a quarter", replace(ahead, device_fraction=trainer_fraction, places=0.25)),
         )
     ]

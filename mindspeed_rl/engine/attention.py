@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.sequence_layout import PackedLayout
+
+#: queries whose scores a ring step has in memory at the same time
+_RING_QUERIES = 256
 
 
 def packed_attention(
@@ -99,8 +103,65 @@ class _RingShift(torch.autograd.Function):
         return _RingShift.apply(grad, ctx.group, -ctx.step), None, None
 
 
+class _BlockAttention(torch.autograd.Function):
+    """Attention of one block pair with its log-sum-exp, computed for some queries at a time, again in the backward pass.
+
+    So memory grows with the length and not with its square. float32: the log-sums of blocks are subtracted from each other when
+    their outputs are merged. Shapes are those of `_block_attention`, with as many key heads as query heads.
+    """
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]  (as above)
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out = query.new_empty(*query.shape[:3], value.size(-1))
+        log_sum = query.new_empty(query.shape[:3])
+        for rows, scores in _score_blocks(query, key, scale, mask):
+            peak = scores.amax(-1, keepdim=True)
+            scores.sub_(peak).exp_()
+            total = scores.sum(-1, keepdim=True)
+            out[:, :, rows] = (scores @ value).div_(total)
+            log_sum[:, :, rows] = (peak + total.log())[..., 0]
+        ctx.save_for_backward(query, key, value, mask, out, log_sum)
+        ctx.scale = scale
+        return out, log_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_log_sum: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  (as above)
+        query, key, value, mask, out, log_sum = ctx.saved_tensors
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        # d score = p * (d p - sum(d p * p) + d log_sum), and sum(d p * p) = d out . out
+        offset = (grad_log_sum - (grad * out).sum(-1))[..., None]
+        of_scores = query.new_empty(0)
+        for rows, probs in _score_blocks(query, key, ctx.scale, mask):
+            probs.sub_(log_sum[:, :, rows, None]).exp_()
+            if of_scores.shape != probs.shape:
+                of_scores = torch.empty_like(probs)
+            torch.matmul(grad[:, :, rows], value.transpose(-1, -2), out=of_scores)
+            of_scores.add_(offset[:, :, rows]).mul_(probs)
+            grad_query[:, :, rows] = (of_scores @ key).mul_(ctx.scale)
+            grad_key += of_scores.transpose(-1, -2) @ (query[:, :, rows] * ctx.scale)
+            grad_value += probs.transpose(-1, -2) @ grad[:, :, rows]
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _score_blocks(query: Tensor, key: Tensor, scale: float, mask: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield some queries at a time with their scores, in memory that the next ones use again."""
+    hidden, scores = ~mask, query.new_empty(0)
+    for first in range(0, query.size(2), _RING_QUERIES):
+        rows = slice(first, min(first + _RING_QUERIES, query.size(2)))
+        shape = (*query.shape[:2], rows.stop - first, key.size(2))
+        if scores.shape != shape:
+            scores = query.new_empty(shape)
+        torch.matmul(query[:, :, rows] * scale, key.transpose(-1, -2), out=scores)
+        # not -inf: a padding row without any key would become NaN
+        scores.masked_fill_(hidden if mask.size(2) == 1 else hidden[:, :, rows], torch.finfo(torch.float32).min)
+        yield rows, scores
+
+
 def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention of one block pair with its log-sum-exp.
+    """Compute the attention of one block pair with its log-sum-exp.
 
     Args:
         query, key, value: [b, n, s, d] (key and value may have fewer heads).
@@ -112,12 +173,7 @@ def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, ma
     repeat = query.size(1) // key.size(1)
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    # float32: the log-sums of blocks are subtracted from each other when their outputs are merged
-    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
-    # not -inf: a padding row without any key would become NaN
-    scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
-    log_sum = scores.logsumexp(-1)
-    return (scores - log_sum[..., None]).exp() @ value.float(), log_sum
+    return _BlockAttention.apply(query.float(), key.float(), value.float(), scale, mask)
 
 
 def _ring_attention(
@@ -212,8 +268,8 @@ class CoreAttention(nn.Module):
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             return adaptors.torch_attention(q, k, v, self.scale).transpose(0, 1).flatten(2)
         dropout = self.dropout if self.training else 0.0
-        group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
-        if dropout and group is not None:
+        group = parallel.find_context(self.config.context_parallel_size, packed_seq_params).group
+        if dropout and self.config.context_parallel_size > 1:
             raise ValueError(f"attention_dropout: {dropout} with context_parallel_size > 1 is not supported; set it to 0.")
         # tensor-parallel ranks hold different heads, so they drop different elements
         with parallel.get_rng_tracker().fork() if dropout else contextlib.nullcontext():

@@ -109,7 +109,12 @@ class _FreeSpace:
 
 
 def pack_within_budget(
-    lengths: Sequence[int], budget: int, *, min_bins: int = 1, max_rows: int | None = None
+    lengths: Sequence[int],
+    budget: int,
+    *,
+    min_bins: int = 1,
+    max_rows: int | None = None,
+    costs: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Put sequences in few bins, none of which exceeds the budget, with close sums.
 
@@ -121,6 +126,7 @@ def pack_within_budget(
         budget: maximum tokens in a bin.
         min_bins: at least so many bins (ranks that must run equally many micro-batches agree on it before).
         max_rows: maximum sequences in a bin.
+        costs: work of each sequence, above 0, of which bins get close sums; None for their tokens.
 
     Raises:
         ValueError: a single sequence exceeds the budget.
@@ -140,7 +146,7 @@ def pack_within_budget(
         space.set(i, -1 if is_full else budget - loads[i])
     # never more bins than sequences: the engine adds empty micro-batches where ranks need more
     count = min(max(len(bins), min_bins), len(lengths))
-    balanced = _karmarkar_karp(lengths, count) if lengths else []
+    balanced = _karmarkar_karp(costs or lengths, count) if lengths else []
     fits = all(
         group and sum(lengths[i] for i in group) <= budget and (max_rows is None or len(group) <= max_rows)
         for group in balanced

@@ -18,6 +18,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.adaptors import packed_rope
 from mindspeed_rl.engine.balance import pack_families, pack_within_budget, pad_within_budget
 from mindspeed_rl.engine.sequence_layout import (
+    ContextSlice,
     PackedLayout,
     PredictionTargets,
     SharedPrefixes,
@@ -129,6 +130,8 @@ class BatchShape:
             only; a context-parallel rank then has a slice of the computed tokens, and sequence_multiple is 1.
         vision: vision config of a model that sees images, whose tokens have a position on three axes; None for others.
         num_predictions: multi-token-prediction layers, whose targets a micro-batch has too.
+        context: the ranks of cp_size, where they are a slice of the context-parallel ranks; None for all of these.
+        smaller: dynamic context parallelism: layouts of micro-batches on slices of these ranks, in rising order of cp_size.
     """
 
     packed: bool
@@ -141,6 +144,8 @@ class BatchShape:
     shares_prefixes: bool = False
     vision: VisionConfig | None = None
     num_predictions: int = 0
+    context: ContextSlice | None = None
+    smaller: tuple[BatchShape, ...] = ()
 
     def padded_length(self, length: int) -> int:
         """Return the tokens that a sequence of this length takes in a packed micro-batch."""
@@ -434,7 +439,7 @@ def _divide(
     if shape.shares_prefixes and (shape.cp_size > 1 or any(count for _, count in shared)):
         prefixes = SharedPrefixes.build(padded, shared, device)
     local = _local_positions(padded, shape) if prefixes is None else prefixes.computed.chunk(shape.cp_size)[shape.cp_rank]
-    layout = PackedLayout.build(padded, device, shape.cp_size, prefixes, shape.cp_rank)
+    layout = PackedLayout.build(padded, device, shape.cp_size, prefixes, shape.cp_rank, shape.context)
     return layout, local[None], local  # hidden states are [t, 1, h]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -22,6 +22,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.batching import BatchShape
 from mindspeed_rl.engine.built_model import BuiltModel
+from mindspeed_rl.engine.context_turns import build_smaller_shapes
 from mindspeed_rl.engine.gated_delta import GatedDeltaNet
 from mindspeed_rl.engine.lora import adapt_spec, adapt_tower, init_adapters
 from mindspeed_rl.engine.lora_layers import LoraSettings
@@ -47,12 +48,12 @@ def batch_shape(
     vision: VisionConfig | None = None,
     num_predictions: int = 0,
 ) -> BatchShape:
-    """Return the layout of this rank's micro-batches. Needs Megatron's process groups."""
+    """Return the layout of this rank's micro-batches. Needs Megatron's process groups; collective where slices of them vary."""
     cp_size = config.context_parallel_size
     tp_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
     # ring attention needs zigzag slices of every sequence, and the tokens of a prefix have no place in several
-    shares = shares_prefixes and packed and not config.has_ring_attention
-    return BatchShape(
+    shares = shares_prefixes and packed and not config.has_ring_attention and not config.has_dynamic_context
+    shape = BatchShape(
         packed=packed,
         cp_size=cp_size,
         cp_rank=parallel_state.get_context_parallel_rank(),
@@ -65,6 +66,9 @@ def batch_shape(
         vision=vision,
         num_predictions=num_predictions,
     )
+    if config.has_dynamic_context:
+        return replace(shape, smaller=build_smaller_shapes(shape, config.min_dynamic_context_parallel_size))
+    return shape
 
 
 def _run_settings(config: MegatronConfig, model_config: ModelConfig, layout: Layout) -> dict[str, object]:

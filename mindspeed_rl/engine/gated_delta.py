@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -41,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mindspeed_rl import adaptors
+from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.attention import heads_to_sequence, sequence_to_heads
 from mindspeed_rl.engine.sequence_layout import ChunkPhase, ChunkPlan, PackedLayout
 from mindspeed_rl.models.layers import GatedDeltaNetSubmodules
@@ -452,7 +452,7 @@ class GatedDeltaNet(MegatronModule):
 
     def _attend(self, groups: Tensor, layout: PackedLayout | None) -> Tensor:
         """Return [s, b, value heads, d_v] from the convolved rows, beta and decay of each key head [s, b, h, rows]."""
-        group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
+        group = parallel.find_context(self.config.context_parallel_size, layout).group
         kernel, device = self.shape.conv_kernel_dim, groups.device
         s, b = groups.shape[:2]
         order = layout

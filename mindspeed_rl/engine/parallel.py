@@ -12,11 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.sequence_layout import ContextSlice, PackedLayout
 from mindspeed_rl.platform.environment import STORE_VARIABLE
 from mindspeed_rl.platform.rendezvous import naming_strangers, open_store
 
@@ -179,6 +181,20 @@ def restore_rng_state(states: dict[str, Tensor]) -> None:
     get_rng_tracker().set_states(tracker)
 
 
+def find_context(cp_size: int, layout: PackedSeqParams | None) -> ContextSlice:
+    """Return the ranks that divide the sequences of a micro-batch.
+
+    Args:
+        cp_size: context-parallel size of the run.
+        layout: layout of the micro-batch where it is packed.
+    """
+    if isinstance(layout, PackedLayout) and layout.context is not None:
+        return layout.context
+    if cp_size == 1:  # also without process groups
+        return ContextSlice(1, 0, None)
+    return ContextSlice(cp_size, parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group())
+
+
 def is_data_source() -> bool:
     """Return True on the one rank of each model replica that fetches its rows (first TP, PP and CP rank)."""
     return (
@@ -193,13 +209,14 @@ def is_stage_source() -> bool:
     return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
 
 
+def is_output_stage() -> bool:
+    """Return True on the first TP rank of the last stage, of every CP rank."""
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
 def is_output_source() -> bool:
     """Return True on the one rank of each model replica that returns results (first TP and CP rank of the last stage)."""
-    return (
-        parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_context_parallel_rank() == 0
-        and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    )
+    return is_output_stage() and parallel_state.get_context_parallel_rank() == 0
 
 
 class ControlGroup:

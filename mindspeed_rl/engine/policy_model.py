@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -17,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
 from mindspeed_rl.engine.part import EnginePart
@@ -123,8 +123,8 @@ class _ResponseAligned(GPTModel):
 
     def _to_response(self, values: Sequence[Tensor], micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return [rows, width] of the full micro-batch for each [n] values of this rank's predicted tokens."""
-        group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
-        return align_values(values, micro_batch, group)
+        context = parallel.find_context(self.config.context_parallel_size, micro_batch.packed)
+        return align_values(values, micro_batch, context.group)
 
 
 class PolicyModel(_ResponseAligned):

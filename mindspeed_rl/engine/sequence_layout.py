@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import functional
@@ -371,6 +372,21 @@ class PaddedLayout(PackedSeqParams):
     added: AddedFeatures | None = None
 
 
+@dataclass(frozen=True)
+class ContextSlice:
+    """Ranks that divide the sequences of a micro-batch, and this rank among them.
+
+    Attributes:
+        size: number of the ranks.
+        rank: index of this one.
+        group: None where it has all tokens.
+    """
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None
+
+
 @dataclass(kw_only=True)
 class PackedLayout(PackedSeqParams):
     """PackedSeqParams whose boundaries stay on the host, so that no layer has to read them back from the device.
@@ -384,10 +400,12 @@ class PackedLayout(PackedSeqParams):
         shared: the computed tokens under prefix sharing; hidden states, queries and keys are only of those, while `lengths`
             and boundaries are of full sequences. A context-parallel rank has an equal slice of them, in their order.
         added: features of images, while a micro-batch with images runs.
+        context: the ranks that divide the sequences, where they are a slice of the context-parallel ranks; None for all.
     """
 
     lengths: tuple[int, ...]
     device: torch.device
+    context: ContextSlice | None = None
     to_natural: Tensor | None = None
     to_rank_major: Tensor | None = None
     shared: SharedPrefixes | None = None
@@ -420,6 +438,7 @@ class PackedLayout(PackedSeqParams):
         cp_size: int = 1,
         shared: SharedPrefixes | None = None,
         cp_rank: int = 0,
+        context: ContextSlice | None = None,
     ) -> PackedLayout:
         """Build the layout of sequences with these padded lengths, in this order."""
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -436,6 +455,7 @@ class PackedLayout(PackedSeqParams):
             lengths=tuple(lengths),
             device=device,
             shared=shared,
+            context=context,
         )
         if shared is not None:
             mine = shared.computed.chunk(cp_size)[cp_rank]
@@ -445,6 +465,8 @@ class PackedLayout(PackedSeqParams):
             # sorting a permutation inverts it
             both = [rank_major, torch.argsort(rank_major)]
             layout.to_rank_major, layout.to_natural = platform.current().to_device(both, device)
+        if context is not None:  # Megatron would take all context-parallel ranks
+            packed_rope.set_positions(cu_seqlens, packed_rope.packed_positions(cu_seqlens, cp_size, cp_rank))
         return layout
 
     def plan_chunks(self, kernel: int) -> ChunkPlan:

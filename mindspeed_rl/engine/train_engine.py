@@ -36,6 +36,7 @@ from mindspeed_rl.engine.batching import (
     split_rows,
 )
 from mindspeed_rl.engine.built_model import BuiltModel
+from mindspeed_rl.engine.context_turns import Turn, plan_turns, sum_over_slices
 from mindspeed_rl.engine.gradient_sums import GradientSums
 from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.interface import StepResult
@@ -55,6 +56,7 @@ from mindspeed_rl.engine.passes import build_filler, collect_rows, compute_loss,
 from mindspeed_rl.engine.policy_model import HeadRequest, PolicyModel
 from mindspeed_rl.engine.weight_average import WeightAverage
 from mindspeed_rl.engine.weights import LocalWeight, StoredWeights, list_local_weights, load_weights
+from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.observability import heartbeat
@@ -98,6 +100,7 @@ class TrainEngine:
         self.temperature = temperature
         self.outputs = HeadOutputs()
         self.parts = build_parts(config, model)
+        self._flops = ModelFlops.count(model.plan.architecture, model.plan.model_config)
         self.on_gradients: list[Callable[[], None]] = []
         self.stored_weights = StoredWeights()
         self.average: WeightAverage | None = None
@@ -201,7 +204,7 @@ class TrainEngine:
         device.synchronize()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        return collect_rows(results, rows.response_lengths)
+        return self._collect_rows(results, rows.response_lengths)
 
     @torch.no_grad()
     def measure(self, rows: Rows, batching: MicroBatching, loss: Callable[[LossInputs], LossOutput]) -> list[LossOutput]:
@@ -211,7 +214,7 @@ class TrainEngine:
             micro_batches = self._micro_batches(rows, batching)
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, training=False))
         PendingMetrics.read(loss.metrics for loss in losses)
-        return losses if parallel.is_output_source() else []
+        return self._select_counted(losses, micro_batches)
 
     # ------------------------------------------------------------------ training
 
@@ -278,7 +281,7 @@ class TrainEngine:
                 part.end_step(self.num_updates)
         counted = [micro_batch for micro_batch in micro_batches if self.shape.shares_prefixes and not micro_batch.is_filler]
         return StepResult(
-            losses if parallel.is_output_source() else [],
+            self._select_counted(losses, micro_batches),
             0.0 if is_skipped else grad_norm,
             float(lr),
             is_skipped,
@@ -333,7 +336,7 @@ class TrainEngine:
             raise_non_finite(losses, micro_batches, gradients, math.nan)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        return collect_rows([(micro_batch, results) for _, micro_batch, results in passes], rows.response_lengths)
+        return self._collect_rows([(micro_batch, results) for _, micro_batch, results in passes], rows.response_lengths)
 
     def loss_step(
         self,
@@ -351,8 +354,7 @@ class TrainEngine:
         """
         result = compute_loss(loss, batch, micro_batch, outputs)
         # every context-parallel rank computes the full loss; it counts once
-        counted = parallel_state.get_context_parallel_rank() == 0
-        count = result.count if counted else torch.zeros_like(result.count)
+        count = result.count if self._is_counted(micro_batch) else torch.zeros_like(result.count)
         # Megatron adds the counts up in int32
         return result.loss_sum, count.to(torch.int), replace(result, loss_sum=result.loss_sum.detach())
 
@@ -527,19 +529,53 @@ class TrainEngine:
 
     def _micro_batches(self, rows: Rows, batching: MicroBatching) -> list[MicroBatch]:
         """Build this rank's micro-batches; equally many on all data-parallel ranks (empty ones have no loss)."""
+        if self.shape.smaller and batching.token_budget is not None:
+            return self._build_turns(rows, batching)
         groups = split_rows(rows, self.shape, batching)
+        count = self._agree_on_count(len(groups), batching)
+        if count > len(groups):
+            groups = split_rows(rows, self.shape, batching, min_count=count)
+            groups += [[]] * (count - len(groups))
+        return [self._build(rows, group, self.shape, size) for group, size in zip(groups, self._min_sizes(rows, groups))]
+
+    def _agree_on_count(self, count: int, batching: MicroBatching) -> int:
+        """Return the number of micro-batches of this rank, where its own rows need so many."""
         # a step may have fewer rows than there are data-parallel ranks
-        count = max(1, len(groups))
+        count = max(1, count)
         if batching.token_budget is not None:
             # experts of other ranks take part in every micro-batch, so all must run equally many
             count = count_together(count, parallel_state.get_data_parallel_group_gloo())
         if len(self.chunks) > 1:
             # Megatron's interleaved schedule takes as many in turn as there are stages
             count = round_up(count, parallel_state.get_pipeline_model_parallel_world_size())
-        if count > len(groups):
-            groups = split_rows(rows, self.shape, batching, min_count=count)
-            groups += [[]] * (count - len(groups))
-        return [self._build(rows, group, size) for group, size in zip(groups, self._min_sizes(rows, groups))]
+        return count
+
+    def _build_turns(self, rows: Rows, batching: MicroBatching) -> list[MicroBatch]:
+        """Build this rank's micro-batch of each turn of dynamic context parallelism."""
+        turns = plan_turns(rows, self.shape, batching, self._flops)
+        idle = Turn(self.shape.smaller[0], ([],) * (self.shape.cp_size // self.shape.smaller[0].cp_size))
+        turns += [idle] * (self._agree_on_count(len(turns), batching) - len(turns))
+        rank = self.shape.cp_rank
+        return [self._build(rows, turn.groups[rank // turn.shape.cp_size], turn.shape, (0, 0)) for turn in turns]
+
+    def _is_counted(self, micro_batch: MicroBatch) -> bool:
+        """Return True on the first of the ranks that share a micro-batch."""
+        return parallel.find_context(self.shape.cp_size, micro_batch.packed).rank == 0
+
+    def _select_counted(self, losses: list[LossOutput], micro_batches: Sequence[MicroBatch]) -> list[LossOutput]:
+        """Return the losses of which this rank's are the ones that count; none on ranks without results."""
+        if not parallel.is_output_stage():
+            return []
+        return [loss for loss, micro_batch in zip(losses, micro_batches) if self._is_counted(micro_batch)]
+
+    def _collect_rows(self, results: list[tuple[MicroBatch, list[Tensor]]], lengths: Sequence[int]) -> tuple[list[Tensor], ...]:
+        """Return the results of micro-batches, [rows, width] each, by row; collective over context-parallel ranks."""
+        if not self.shape.smaller:
+            return collect_rows(results, lengths)
+        counted = [(micro_batch, computed) for micro_batch, computed in results if self._is_counted(micro_batch)]
+        # ranks without a row have its results as zeros
+        empty = [output.new_zeros(0, *output.shape[2:]) for output in results[0][1]]
+        return sum_over_slices(counted, empty, lengths, self.device)
 
     def _min_sizes(self, rows: Rows, groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
         """Return the fewest sequences and minimum width of each micro-batch; other than 0 with the allgather dispatcher.
@@ -556,10 +592,10 @@ class TrainEngine:
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
         return [(count, width) for count, width in sizes.tolist()]
 
-    def _build(self, rows: Rows, group: Sequence[int], min_size: tuple[int, int]) -> MicroBatch:
+    def _build(self, rows: Rows, group: Sequence[int], shape: BatchShape, min_size: tuple[int, int]) -> MicroBatch:
         if group:
-            return build_micro_batch(rows, group, self.shape, self.device, min_size=min_size)
-        return build_filler(rows, self.shape, self.device, min_size)
+            return build_micro_batch(rows, group, shape, self.device, min_size=min_size)
+        return build_filler(rows, shape, self.device, min_size)
 
     def _schedule(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,13 @@ from pathlib import Path
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.llama_factory_data import describe_data
 from mindspeed_rl.importers.llama_factory_options import STAGES, TABLES, TRACKERS_KEY
+from mindspeed_rl.importers.llama_factory_weights import (
+    find_base,
+    name_adapter_form,
+    name_adapter_start,
+    name_formats,
+    name_optimizer_state,
+)
 from mindspeed_rl.importers.options import SourceCommand, SourceProject, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, Adapters, Batch, Placement, Rate, Recipe
 from mindspeed_rl.importers.result import Import
@@ -56,8 +62,6 @@ _SWITCHES = {
 }
 #: options that only the files of the second engine have
 _OF_V1 = ("model", "model_class", "train_dataset", "dist_config", "peft_config", "init_config", "quant_config")
-#: names of models whose weights are quantized
-_QUANTIZED = re.compile(r"(?i)[-_](awq|gptq|aqlm|hqq|bnb|eetq|4bit|8bit|int4|int8|w8a8|fp8)(?![a-z])")
 #: folder of a run without output_dir
 _OUTPUT = "trainer_output"
 #: names of LoRA's layers that are all of them
@@ -218,9 +222,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     stage = command.program
     if command.get("model_name_or_path") is None:
         raise ConfigError(["the command names no model: model_name_or_path is missing"])
-    micro, model = command.count("per_device_train_batch_size", 8), command.text("model_name_or_path")
-    if _QUANTIZED.search(model):
-        run.refuse(f"model_name_or_path {model}", "quantized base weights; name the model that they are from")
+    micro, model = command.count("per_device_train_batch_size", 8), find_base(run, command.text("model_name_or_path"))
+    named = replace(command, options={**command.options, "model_name_or_path": model})
     step = micro * command.count("gradient_accumulation_steps", 1) * command.devices
     total = _count_steps(run, command, step)
     schedule = _read_schedule(command, total)
@@ -230,7 +233,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     if in_samples and not run.settings.knows_rows:
         run.refuse("num_train_epochs", "a length in epochs of documents that are cut into samples; write max_steps, or --rows")
     epochs = None if has_limit or in_samples else command.number("num_train_epochs", 3.0)
-    path, written_by = describe_data(run, command, command.source, "dataset")
+    path, written_by = describe_data(run, named, command.source, "dataset")
     lora = _read_adapters(run, command)
     loss, beta, losses = _read_loss(run, command)
     keys, notes = _read_evaluation(run, command)
@@ -266,6 +269,10 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         lora_rank=0 if lora is None else command.count("lora_rank", 8),
         weight_decay=command.number("weight_decay", 0.0),
         clip_grad=command.number("max_grad_norm", 1.0),
+        weights=name_formats(run, command, adapts=lora is not None),
+        adapter_start=name_adapter_start(run, command, adapts=lora is not None and not command.has("adapter_name_or_path")),
+        adapter_form=name_adapter_form(run, command, adapts=lora is not None),
+        optimizer_state=name_optimizer_state(run, command),
         data=(path,),
         model=model,
         placement=Placement(actor=command.devices),

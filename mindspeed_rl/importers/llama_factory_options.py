@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mindspeed_rl.importers.llama_factory_weights import set_adam, set_base
 from mindspeed_rl.importers.options import Option, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, BATCH, ENGINE, LORA, RL, WARMUP
-from mindspeed_rl.importers.translators import set_model, set_output
+from mindspeed_rl.importers.translators import set_output
 from mindspeed_rl.importers.trl import TRAINING_ARGUMENTS
 
 #: stage there -> table; a preference loss with a stage of its own here is a program of its own
@@ -23,8 +24,9 @@ _LABELS = "tokens that train"
 #: options that every stage reads
 _SHARED: dict[str, Option] = {
     **TRAINING_ARGUMENTS,
+    "optim": by(set_adam, "AdamW in any of its implementations"),
     # ModelArguments
-    "model_name_or_path": by(set_model, "load = tokenizer_name_or_path = value"),
+    "model_name_or_path": by(set_base, "load = tokenizer_name_or_path = value"),
     "adapter_name_or_path": with_others("load = value, base_model = the model"),
     "create_new_adapter": refused("a new adapter on top of a merged one"),
     "adapter_folder": refused("a folder of adapters; write the paths"),
@@ -43,13 +45,14 @@ _SHARED: dict[str, Option] = {
     "disable_gradient_checkpointing": with_others("recomputation of each layer, the default"),
     "gradient_checkpointing": no_effect("disable_gradient_checkpointing is read instead"),
     **_each(
-        "quantization_bit ref_model_quantization_bit reward_model_quantization_bit",
-        refused("quantized base weights (QLoRA)"),
+        "ref_model_quantization_bit reward_model_quantization_bit",
+        refused("another model with quantized weights"),
     ),
     **_each(
-        "quantization_method quantization_type double_quantization quantization_device_map",
-        no_effect("only quantization_bit reads it"),
+        "quantization_bit quantization_method quantization_type double_quantization",
+        with_others("the plan's weights", off="off"),
     ),
+    "quantization_device_map": no_effect("only quantization_bit reads it"),
     **_each(
         "cache_dir use_fast_tokenizer low_cpu_mem_usage offload_folder print_param_status hf_hub_token ms_hub_token "
         "om_hub_token device_map model_max_length compute_dtype",
@@ -125,7 +128,7 @@ _SHARED: dict[str, Option] = {
     "deepspeed": with_others("the optimizer of the file", off="nothing is trained", by_nature=False),
     "logging_steps": to(f"{ACTOR}.log_interval", default=500),
     "bf16": with_others("the format of computations", off="weights have fp32 main copies, and compute in bf16", by_nature=True),
-    "pure_bf16": refused("weights in bf16 without fp32 main copies"),
+    "pure_bf16": with_others("the plan's weights", off="off"),
     **_each("per_device_train_batch_size gradient_accumulation_steps", part(BATCH)),
     "learning_rate": part("lr"),
     **_each("lr_scheduler_type lr_scheduler_kwargs", part("lr_decay_style min_lr")),
@@ -144,8 +147,8 @@ _SHARED: dict[str, Option] = {
         "profiler_repeat profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules",
         no_effect("profiler_config records a profile"),
     ),
-    "fp8": refused("training in fp8"),
-    **_each("fp8_backend fp8_enable_fsdp_float8_all_gather", no_effect("only fp8 reads it")),
+    "fp8": with_others("the plan's weights", off="off"),
+    **_each("fp8_backend fp8_enable_fsdp_float8_all_gather", with_others("the plan's weights", off="off")),
     # FinetuningArguments
     "stage": with_others("stage"),
     "finetuning_type": with_others(LORA, off=_OTHER_WEIGHTS, by_nature=True),
@@ -154,18 +157,18 @@ _SHARED: dict[str, Option] = {
     "loraplus_lr_ratio": refused("LoRA+"),
     "loraplus_lr_embedding": no_effect("only loraplus_lr_ratio reads it"),
     "use_rslora": refused("rank-stabilized LoRA"),
-    "use_dora": refused("DoRA"),
-    "pissa_init": refused("PiSSA"),
+    "use_dora": with_others("the plan's adapter_form", off="off"),
+    "pissa_init": with_others("the plan's adapter_start", off="off"),
     **_each("pissa_iter pissa_convert", no_effect("only pissa_init reads it")),
     **_each("module_dropout oft_rank oft_block_size oft_target", no_effect("only finetuning_type oft reads it")),
     **_each(
         "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
         no_effect("only finetuning_type freeze reads it"),
     ),
-    "use_galore": refused("GaLore"),
-    "use_apollo": refused("APOLLO"),
+    "use_galore": with_others("the plan's optimizer_state", off="off"),
+    "use_apollo": with_others("the plan's optimizer_state", off="off"),
     "use_badam": refused("BAdam"),
-    "use_adam_mini": refused("Adam-mini"),
+    "use_adam_mini": with_others("the plan's optimizer_state", off="off"),
     "use_muon": refused("the Muon of LLaMA-Factory; optimizer: muon is Megatron's"),
     **_each(
         "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target "

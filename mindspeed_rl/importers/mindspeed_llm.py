@@ -53,6 +53,15 @@ from mindspeed_rl.run.rules.violation import format_value
 
 _PROFILER = "profiler_config.integrated"
 _SCRIPTS = {"pretrain_gpt.py": "pretrain", "posttrain_gpt.py": "posttrain", "ray_gpt.py": "rlxf"}
+#: script of MindSpeed-LLM whose calls are not imported -> what is there for them
+_OTHER_SCRIPTS = {
+    "train_fsdp2.py": "not available here: the FSDP2 backend of MindSpeed-LLM, with options and files of its own; write a run "
+    "file with engine: fsdp (docs/engines.md)",
+    "rlhf_gpt.py": "it starts MindSpeed-RL by the name of a run file: give that file to mindspeed-rl train, unchanged "
+    "(docs/upstream_commands.md)",
+    "pretrain_deepseek4.py": "not available here: DeepSeek-V4, whose layers MindSpeed-LLM has in a program of its own",
+    "pretrain_mamba.py": "not available here: Mamba, whose layers MindSpeed-LLM has in a program of its own",
+}
 _STAGES = ("sft", "dpo", "simpo", "orm", "prm")
 #: temperature of its sampler without --temperature
 _TEMPERATURE = 0.7
@@ -73,6 +82,10 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             found.append((command, place))
         elif len(words) == 1 and Path(words[0]).suffix in (".yaml", ".yml"):
             return _read_run_file(Path(words[0]), {}, devices)
+    if not found:
+        called = [name for command in commands for word in command.words if (name := Path(word).name) in _OTHER_SCRIPTS]
+        if called:
+            raise ConfigError([f"{called[0]}: {_OTHER_SCRIPTS[called[0]]}"])
     command, place = choose_training(found, f"there is no call of {', '.join(_SCRIPTS)} in the script")
     program, words = _SCRIPTS[Path(command.words[place]).name], command.words
     if program == "rlxf":
@@ -521,7 +534,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     losses = {"dpo": command.text("dpo_loss_type", "sigmoid"), "simpo": f"simpo_{command.text('simpo_loss_type', 'sigmoid')}"}
     # each micro-batch divides by its own tokens, and their means are averaged
     by_micro_batch = stage in ("sft", "prm") and not command.flag("calculate_per_token_loss")
-    adapters = _read_adapters(command)
+    adapters, form = _read_adapters(command)
     recipe = Recipe(
         stage=stage,
         step_samples=command.count("global_batch_size", command.count("micro_batch_size", 1) * read_layout(command)[-1]),
@@ -535,6 +548,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         model=command.text("load") or None,
         placement=Placement(actor=command.devices),
         adapters=adapters,
+        adapter_form=form,
         prediction=(prediction := _read_prediction(run, command)),
         prediction_states=None if prediction is None or command.flag("mtp_after_norm") else "before the last norm",
         layers=_describe_layers(run, command),
@@ -587,9 +601,14 @@ def _read_prediction(run: Import, command: SourceCommand) -> Prediction | None:
     return Prediction(command.count("mtp_num_layers", 1), command.number("mtp_loss_scaling_factor", 0.1), detaches=False)
 
 
-def _read_adapters(command: SourceCommand) -> Adapters | None:
-    targets = command.list_texts("lora_target_modules")
-    return Adapters(targets, command.count("lora_r", 16), command.count("lora_alpha", 32)) if targets else None
+def _read_adapters(command: SourceCommand) -> tuple[Adapters | None, str | None]:
+    """Return the adapters, and what they are beyond those that are available: latent attention has none in linear_qkv here."""
+    targets, form = command.list_texts("lora_target_modules"), None
+    if command.flag("multi_latent_attention") and "linear_qkv" in targets and len(targets) > 1:
+        targets = [name for name in targets if name != "linear_qkv"]
+        form = "LoRA, also of linear_qkv, the joint projection down of latent attention"
+    adapters = Adapters(targets, command.count("lora_r", 16), command.count("lora_alpha", 32)) if targets else None
+    return adapters, form
 
 
 # --- run files of ray_gpt.py ------------------------------------------------------------------------------------------
@@ -640,7 +659,7 @@ def _describe_rlxf(run: Import, command: SourceCommand) -> Recipe:
     micro, coefficient = command.count("micro_batch_size", 1), command.number("algorithm.kl_ctrl.kl_coef", 0.0)
     sampled = command.flag("do_sample")
     temperature = command.number("temperature", _TEMPERATURE) if sampled else 0.0
-    adapters, rewards, clip = _read_adapters(command), _read_rewards(run, command), command.number("clip_ratio", 0.2)
+    adapters, rewards, clip = _read_adapters(command)[0], _read_rewards(run, command), command.number("clip_ratio", 0.2)
     estimator = "gae" if ppo else "group_norm"
     if (name := command.text("algorithm.adv_estimator", estimator)) != estimator:
         run.refuse("algorithm.adv_estimator", f"{name} in stage {command.text('stage')}")

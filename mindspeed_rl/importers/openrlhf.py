@@ -45,7 +45,7 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, read_flags
-from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.source_plan import RECORDED_POLICY, Schedule
 from mindspeed_rl.importers.training_engine import Split, choose_engine
 from mindspeed_rl.importers.translators import (
     choose_training,
@@ -77,6 +77,7 @@ _ESTIMATORS = {
     "rloo": ("rloo", None),
     "group_norm": ("group_norm", None),
     "dr_grpo": ("group_norm", None),
+    "flash_reinforce": ("flash_reinforce", None),
 }
 #: a number that neither the rows of a dataset nor further rollouts of an iteration reach
 _NO_LIMIT = 1_000_000
@@ -229,12 +230,14 @@ _PPO: dict[str, Option] = {
     "algo.advantage.gamma": part("gamma", off="the estimator has none"),
     "algo.advantage.lambd": part("lam", off="the estimator has none"),
     **dict.fromkeys("algo.kl.init_coef algo.kl.use_loss algo.kl.estimator algo.kl.target algo.kl.horizon".split(), _KL),
-    "algo.kl.unbiased_gradient": refused("a KL whose gradient is corrected"),
+    "algo.kl.unbiased_gradient": to(
+        f"{RL}.use_bias_correction_kl", formula="the gradient of KL(pi || ref) under the ratio, which OpenRLHF limits to 10"
+    ),
     "algo.advantage.no_std_norm": refused("advantages that are centred over the batch and not scaled"),
     **dict.fromkeys(
         "algo.advantage.is_correction_level algo.advantage.is_correction_mode algo.advantage.is_correction_gating "
         "algo.advantage.is_correction_threshold".split(),
-        part(CORRECTION, off="there is no correction"),
+        part(f"{CORRECTION} old_log_probs", off="there is no correction"),
     ),
     "algo.dynamic_filtering_enable": to(f"{RL}.dynamic_sample", formula="groups whose rewards do not vary are replaced"),
     "algo.dynamic_filtering_range": same("groups between all wrong and all right are kept", [0, 1], [0.0, 1.0]),
@@ -496,6 +499,8 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
     place = "reward" if estimator in ("gae", "reinforce_plus_plus") else "reward after the baseline"
     coefficient, correction = command.number("algo.kl.init_coef", 0.01), _read_correction(command)
     is_gspo = command.text("actor.policy_loss_type", "ppo") == "gspo"
+    # with a correction its ratio is to the policy that sampled, without a weight
+    samples_old = is_gspo and correction is not None
     by_token = command.text("actor.loss_agg_mode", "token-mean") == "token-mean" and not is_gspo
     clip, rewards = _read_clip(command), _read_rewards(run, command, response)
     critic = _read_rate(command, "critic.", 9e-6, "critic_config") if has_critic else None
@@ -511,6 +516,7 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
         clip_low=clip[0],
         clip_high=clip[1],
         clip_c=command.maybe("actor.dual_clip"),
+        old_policy=RECORDED_POLICY if samples_old else None,
         aggregation="token" if by_token else "sequence",
         kl_coef=coefficient,
         kl_estimator=command.text("algo.kl.estimator", "k1"),
@@ -541,7 +547,7 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
             whiten=whitens,
             kl_clamp=True,
             kl_control=None if target is None else (target, command.count("algo.kl.horizon", 10000)),
-            correction=correction,
+            correction=None if samples_old else correction,
         ),
         rewarding=rewards,
         keys={

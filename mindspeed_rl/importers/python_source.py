@@ -70,7 +70,8 @@ class Names:
         """Return True for a name that the program takes from a package, and does not define itself."""
         own = name in self.functions or name in self.classes
         module = self.modules.get(name, package)
-        return not own and module.partition(".")[0] == package and ".experimental" not in module
+        is_other = ".experimental" in module and module != "trl.experimental.gkd"
+        return not own and module.partition(".")[0] == package and not is_other
 
     def _bind_all(self, body: list[ast.stmt], *, always: bool) -> None:
         """Bind what statements set, which a branch or a loop may not do, or do again."""

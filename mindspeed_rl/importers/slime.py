@@ -656,11 +656,13 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
     )
 
 
+#: option of the evaluation that has no key here
+_EVALUATION_LENGTH = "eval_max_response_len"
 #: option of the evaluation -> option of the rollout, whose value it has by default
 _EVALUATION = {
     "eval_top_p": "rollout_top_p",
     "eval_top_k": "rollout_top_k",
-    "eval_max_response_len": "rollout_max_response_len",
+    _EVALUATION_LENGTH: "rollout_max_response_len",
 }
 
 
@@ -681,7 +683,11 @@ def _read_evaluation(run: Import, command: SourceCommand) -> dict[str, object]:
         keys[f"{ACTOR}.eval_temperature"] = temperature
     for name, other in _EVALUATION.items():
         value, training = command.get(name), command.get(other)
-        if value is not None and value != training:
+        if value is None or value == training:
+            continue
+        if name != _EVALUATION_LENGTH:
+            keys[f"{ACTOR}.{name}"] = value
+        else:
             reason = f"{format_value(value)}: held-out prompts are sampled as in training, with {format_value(training)}"
             run.note(f"--{name}", reason)
     return keys

@@ -68,7 +68,7 @@ class SourcePlan:
         answer_term: average of the supervised term of a preference loss where it is not over single pairs.
         trained_tokens: tokens of supervised rows that train if they are not the answers' tokens.
         kl_average: average of the KL in the loss where it is not the policy loss's.
-        sampled_steps: the steps whose responses are sampled where others train on the answers of the data.
+        sampled_steps: the steps whose responses the student samples, where others train on those of the data.
         adapter_start: weights of fresh adapters where they are not random A next to a B of zeros.
         adapter_form: what adapters are where they are not the products of LoRA, one for each layer.
         tower: what of a model of images trains next to adapters where it is not adapters of the tower.
@@ -185,7 +185,6 @@ _ALWAYS_HERE = {
     "answer_term": "mean of the tokens of a pair",
     "trained_tokens": "the answers'",
     "kl_average": "the policy loss's",
-    "sampled_steps": "all",
     "adapter_start": "A by chance, B of zeros",
     "adapter_form": "LoRA",
     "tower": "adapters",
@@ -348,6 +347,7 @@ def _plan_rollout(shared: SourcePlan, run: Run) -> SourcePlan:
         value_clip=None if critic is None else objective.cliprange_value,
         critic_lr=None if critic is None else critic.lr,
         divergence=_describe_divergence(objective.distillation),
+        sampled_steps=_describe_sampled_steps(objective.distillation, sampling.temperature),
         old_policy=RECORDED_POLICY if objective.reads_rollout_policy else "actor",
         importance_sampling=None if objective.correction is None else correction,
         temperature=sampling.temperature,
@@ -383,6 +383,24 @@ def name_divergence(kind: str, beta: float, tokens: tuple[int, str] | None) -> s
         return f"{kind}{weight} over the vocabulary"
     rests = {"drop": "the rest dropped", "lump": "the rest as one more", "renormalize": "renormalized"}
     return f"{kind}{weight} over {tokens[0]} tokens of the teacher, {rests[tokens[1]]}"
+
+
+def name_sampled_steps(share: float, coefficient: float, temperature: float) -> str | None:
+    """Return the text of a mixture of the student's responses and the data's; None where all are the student's.
+
+    Args:
+        share: probability of the student's, by step.
+        coefficient: weight of the supervised loss on the data's.
+        temperature: what that loss divides the logits by.
+    """
+    if share >= 1.0:
+        return None
+    supervised = f", with {coefficient:g} times the supervised loss at temperature {temperature:g}" if coefficient else ""
+    return f"{share:.3g} of them by chance, the others are on the responses of the data{supervised}"
+
+
+def _describe_sampled_steps(term: Distillation | None, temperature: float) -> str | None:
+    return None if term is None else name_sampled_steps(term.on_policy_fraction, term.supervised_coef, temperature)
 
 
 def _describe_divergence(term: Distillation | None) -> str | None:

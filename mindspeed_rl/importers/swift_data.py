@@ -57,15 +57,11 @@ def read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str,
             run.translate(f"--{name}", {}, f"write {words} for {{{{{place}}}}} in the rows of self-cognition before preprocess")
         run.note_given(name, "only self-cognition data has places for it")
     share = command.number("split_dataset_ratio", 0.0)
-    if share and kind in WITH_ROLLOUTS:
-        counts = [item.rpartition("#")[2] for item in command.list_texts("dataset")]
+    counts = [item.rpartition("#")[2] for item in command.list_texts("dataset")]
+    if share and kind in WITH_ROLLOUTS and all(count.isdigit() for count in counts):
         head, _, first = keys[f"{ACTOR}.data_path"].rpartition("[:")
-        if all(count.isdigit() for count in counts):
-            notes["eval_data_path"] = sampled
-            keys[f"{ACTOR}.eval_data_path"] = f"{head}[{first.rstrip(']')}:{sum(int(count) for count in counts)}]"
-        else:
-            form = "a part of an unknown number of prompts; name a file in --val_dataset"
-            run.refuse("--split_dataset_ratio", form)
+        notes["eval_data_path"] = sampled
+        keys[f"{ACTOR}.eval_data_path"] = f"{head}[{first.rstrip(']')}:{sum(int(count) for count in counts)}]"
     elif share:
         keys[f"{ACTOR}.split"] = f"{100 * (1 - share):g},{100 * share:g},0"
     return keys, notes
@@ -99,7 +95,7 @@ def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, 
         for column, source in _COLUMNS.get(name, {}).items():
             run.add_default(f"{ACTOR}.map_keys.{column}", source, f"the column of {name}")
         if not command.has("columns"):
-            map_columns(run, f"--{option}", name)
+            map_columns(run, name)
     return "; ".join(notes)
 
 
@@ -124,7 +120,8 @@ def _find_data(command: SourceCommand, option: str = "dataset") -> str:
     if command.program.removeprefix(MEGATRON) not in WITH_ROLLOUTS:
         return name_tokens(name, others=len(names) > 1)
     rows, share = sum(int(item.rpartition("#")[2]) for item in names if "#" in item), command.number("split_dataset_ratio", 0.0)
-    part = f"[:{round(rows * (1 - share))}]" if share and option == "dataset" else ""
+    is_counted = all("#" in item for item in names)
+    part = f"[:{round(rows * (1 - share))}]" if share and is_counted and option == "dataset" else ""
     if len(names) > 1:
         return f"./dataset/{Path(name).stem}_and_others.jsonl{part}"
     is_elsewhere = name.partition("/")[0] in _MODELSCOPE and not command.flag("use_hf")

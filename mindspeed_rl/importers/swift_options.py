@@ -378,6 +378,7 @@ _REFUSED: dict[str, Option] = {
     "reference_free": refused("DPO without a reference"),
     "center_rewards_coefficient": to(f"{ACTOR}.center_rewards_coefficient"),
     "seq_kd": refused("sequence distillation"),
+    "teacher_tag_key": with_others("the column that chooses the teacher", off="there is one teacher"),
     "whiten_rewards": refused("rewards that are whitened"),
     "enable_dft_loss": part("sft_loss_type", off="off: -log p of each token"),
     "enable_channel_loss": no_effect("the loss is logged as a whole"),
@@ -537,7 +538,7 @@ _NONE: dict[str, Option] = {
         no_effect("it changes memory or speed, not what is computed"),
     ),
     **_each(
-        "model_type reward_model_revision ref_model_type teacher_model_type teacher_model_revision teacher_tag_key check_model "
+        "model_type reward_model_revision ref_model_type teacher_model_type teacher_model_revision check_model "
         "local_repo_path bridge_backend engram_tokenizer_map hqq_axis ignore_args_error tuner_backend "
         "lora_dtype padding_side data_seed callbacks reranker_use_activation",
         no_effect("the model's files, the seed and the run file decide it"),

@@ -15,7 +15,7 @@ from mindspeed_rl.importers.swift_commands import MEGATRON, RAY_GROUPS
 from mindspeed_rl.importers.swift_data import IMAGES
 from mindspeed_rl.importers.swift_distillation import (
     name_divergence_of,
-    name_sampled_steps,
+    name_sampled_steps_of,
     read_distillation,
     read_policy_teacher,
 )
@@ -212,7 +212,7 @@ def describe_gkd(run: Import, command: SourceCommand, shared: Recipe) -> Recipe:
         aggregation="token of a micro-batch",
         advantage_scale="none",
         divergence=name_divergence_of(command),
-        sampled_steps=name_sampled_steps(command),
+        sampled_steps=name_sampled_steps_of(command),
         objective=Objective(loss_type="bnpo"),
         notes={
             **recipe.notes,

@@ -1,4 +1,4 @@
-"""Commands and option files of TRL: `trl grpo`, `rloo`, `sft`, `dpo`, `kto`, `reward`, and their scripts under accelerate."""
+"""Commands and option files of TRL: grpo, rloo, sft, dpo, kto, reward, gkd, and their scripts under accelerate."""
 
 from __future__ import annotations
 
@@ -63,14 +63,17 @@ from mindspeed_rl.importers.translators import (
     set_template_arguments,
     set_trackers,
 )
+from mindspeed_rl.importers.trl_distillation import OPTIONS as GKD_OPTIONS
+from mindspeed_rl.importers.trl_distillation import describe_gkd
 from mindspeed_rl.importers.trl_program import read_program
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults
 
 #: program -> stage here
-_STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "orm"}
+_STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "orm"} | {
+    "gkd": "ray_grpo"
+}
 #: trainers of TRL without a counterpart, and commands that start no training
 _OTHER_PROGRAMS = {
-    "gkd": "its commands are not imported; rl_config.distillation has its losses (docs/distillation.md)",
     "distillation": "its commands are not imported; rl_config.distillation has its losses (docs/distillation.md)",
     "online_dpo": "its commands are not imported; rl_config.loss_type online_dpo has its loss (docs/which_algorithm.md)",
     "vllm-serve": "a rollout server is started by mindspeed-rl rollout with the run file of the training",
@@ -151,7 +154,7 @@ _COLUMNS = "reward_columns"
 #: of a program whose arguments are in its code
 _OWN_PROGRAM = "program"
 #: TRL's example scripts whose code is only their arguments -> trainer
-_EXAMPLES = {"sft": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "kto": "kto", "reward_modeling": "reward"}
+_EXAMPLES = {"sft": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "kto": "kto", "reward_modeling": "reward", "gkd": "gkd"}
 
 
 def _name_script(path: Path) -> str:
@@ -246,7 +249,7 @@ def _regex(run: Import, option: str, value: object) -> None:
     run.translate(option, {f"{SAMPLING}.structured_output": {"regex": value}} if value else {}, "" if value else "off")
 
 
-def _optimizer(run: Import, option: str, value: object) -> None:
+def set_optimizer(run: Import, option: str, value: object) -> None:
     if str(value).startswith("adamw_") and not any(
         part in str(value) for part in ("bit", "bnb", "anyprecision", "torchao", "paged")
     ):
@@ -278,7 +281,7 @@ _SHARED: dict[str, Option] = {
     "seed": to(f"{ACTOR}.seed", default=42),
     "save_total_limit": to(f"{ACTOR}.keep_last"),
     "run_name": to(f"{RL}.wandb_exp_name"),
-    "optim": by(_optimizer, "AdamW in any of its implementations"),
+    "optim": by(set_optimizer, "AdamW in any of its implementations"),
     "report_to": by(set_trackers, "trackers by name"),
     "gradient_checkpointing": by(set_recomputation, "recomputation of each layer, the default"),
     "bf16": to(f"{ACTOR}.bf16", default=True),
@@ -560,6 +563,7 @@ _TABLES: dict[str, dict[str, Option]] = {
     "dpo": _SHARED | _DPO,
     "kto": _SHARED | _KTO,
     "reward": _SHARED | _REWARD,
+    "gkd": _SHARED | GKD_OPTIONS,
 }
 
 
@@ -587,6 +591,9 @@ class _Sizes:
         self.passes = self.accumulated
         self.rollout: int | None = None
         if _STAGES[command.program] != "ray_grpo":
+            return
+        if command.program == "gkd":  # one response of each row, by the student or of the data
+            self.rollout = self.step
             return
         self.group = command.count("num_generations", 2 if command.program == "rloo" else 8)
         self.iterations = command.count("num_iterations", 1)
@@ -620,7 +627,7 @@ class _Sizes:
         if limit > 0:
             return int(limit)
         epochs = command.number("num_train_epochs", 3.0)
-        if self.rollout is None:
+        if self.rollout is None or command.program == "gkd":
             batches = math.ceil(rows / (self.micro * command.devices))
             return math.ceil(epochs * max(1, math.ceil(batches / self.accumulated)))
         prompts = self.passes * self.micro * command.devices // self.group
@@ -637,7 +644,7 @@ class _Sizes:
 
 
 #: program -> learning rate without --learning_rate
-_LEARNING_RATES = {"grpo": 1e-6, "rloo": 1e-6, "dpo": 1e-6, "kto": 1e-6, "sft": 2e-5, "reward": 1e-4}
+_LEARNING_RATES = {"grpo": 1e-6, "rloo": 1e-6, "dpo": 1e-6, "kto": 1e-6, "sft": 2e-5, "reward": 1e-4, "gkd": 2e-5}
 #: schedules of transformers that are available here
 SCHEDULES = {
     "linear": "linear",
@@ -723,6 +730,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             *(() if command.has("gradient_checkpointing") else recomputed),
         ),
     ).follow(schedule)
+    if command.program == "gkd":
+        return describe_gkd(run, command, shared, completions=sizes.step, passes=sizes.accumulated)
     return _describe_rollout(run, command, sizes, shared) if sizes.rollout else _describe_dataset(run, command, shared)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
@@ -17,7 +18,9 @@ from mindspeed_rl.importers.python_source import Names, UnreadableError, name_ca
 
 #: trainer of TRL -> program
 TRAINERS = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo", "SFTTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto",
-            "RewardTrainer": "reward"}  # fmt: skip
+            "RewardTrainer": "reward", "GKDTrainer": "gkd"}  # fmt: skip
+#: option of the teacher of GKD
+_TEACHER = "teacher_model_name_or_path"
 #: arguments of a trainer that change nothing of what is trained here
 _HARMLESS = ("eval_dataset", "compute_metrics", "callbacks", "reward_processing_classes")
 #: argument of LoraConfig -> option
@@ -108,12 +111,14 @@ class _Reader:
         program = Program(TRAINERS[name_call(call)])
         arguments = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         positions = {"grpo": "model reward_funcs args", "rloo": "model reward_funcs args", "dpo": "model ref_model args"}
+        positions["gkd"] = "model teacher_model args"
         names = positions.get(program.trainer, "model args").split()
         if len(call.args) > len(names) or any(keyword.arg is None for keyword in call.keywords):
             program.unread.append(f"{self._at(call)}: write the arguments of the trainer by their names")
         arguments = dict(zip(names, call.args, strict=False)) | arguments
         readers: dict[str, Callable[[Program, ast.expr, int], None]] = {
-            "model": self._read_model, "args": self._read_config, "train_dataset": self._read_data,
+            "model": self._read_model, "teacher_model": partial(self._read_model, option=_TEACHER),
+            "args": self._read_config, "train_dataset": self._read_data,
             "peft_config": self._read_adapters, "reward_funcs": self._read_rewards,
             "processing_class": self._read_tokenizer, "tokenizer": self._read_tokenizer,
         }  # fmt: skip
@@ -128,7 +133,7 @@ class _Reader:
                     program.unread.append(f"{self._at(value)}: {name} is {error}, which a branch, a loop or a call decides")
             elif name not in _HARMLESS and not (isinstance(value, ast.Constant) and value.value is None):
                 program.unread.append(f"{self._at(value)}: {name} of the trainer is code that no run file has")
-        for name in ("model_name_or_path", "dataset_name"):
+        for name in ("model_name_or_path", "dataset_name", *([_TEACHER] if "teacher_model" in arguments else [])):
             if name in self.variables:
                 program.options[name] = self.variables[name]
         args = arguments.get("args")
@@ -167,25 +172,25 @@ class _Reader:
         except UnreadableError as error:
             program.unread.append(f"{self._at(node)}: {name} is {error}, which only a run knows; write --set {name}=VALUE")
 
-    def _read_model(self, program: Program, node: ast.expr, line: int) -> None:
-        if "model_name_or_path" in self.variables:
+    def _read_model(self, program: Program, node: ast.expr, line: int, *, option: str = "model_name_or_path") -> None:
+        if option in self.variables:
             return
         node, line = self.names.follow(node, line)
         if not isinstance(node, ast.Call) or name_call(node) == "get":
-            self._take(program, "model_name_or_path", node, line)
+            self._take(program, option, node, line)
             return
         name = name_call(node)
         if name == "get_peft_model" and len(node.args) > 1:
             self._read_model(program, node.args[0], line)
             self._read_adapters(program, node.args[1], line)
         elif name == "from_pretrained" and "Auto" in ast.unparse(node.func) and node.args:
-            self._take(program, "model_name_or_path", node.args[0], line)
+            self._take(program, option, node.args[0], line)
             for keyword in node.keywords:
                 if keyword.arg not in _MODEL_PLAIN:
                     program.unread.append(f"{self._at(node)}: {keyword.arg or '**'} of from_pretrained is not available here")
         else:
             program.unread.append(f"{self._at(node)}: the model is made by {ast.unparse(node.func)}; "
-                                  "write --set model_name_or_path=FOLDER where it is an unchanged one")  # fmt: skip
+                                  f"write --set {option}=FOLDER where it is an unchanged one")  # fmt: skip
 
     def _read_config(self, program: Program, node: ast.expr, line: int) -> None:
         name = node.id if isinstance(node, ast.Name) else ""

@@ -68,6 +68,7 @@ from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
     find_lora_targets,
+    has_experts,
     list_expert_defaults,
     note_prediction,
     start_from_adapter,
@@ -1090,12 +1091,13 @@ def _read_evaluation(run: Import, command: SourceCommand) -> dict[str, object]:
         return {}
     count, temperature = command.count(f"{prefix}n", 1), command.number(f"{prefix}temperature", 0.0)
     greedy = not command.flag(f"{prefix}do_sample") or temperature == 0
+    keys: dict[str, object] = {f"{RL}.eval_greedy": greedy}
     for name, default in (("top_p", 1.0), ("top_k", -1)):
         value, training = (command.number(f"{place}{name}", default) for place in (prefix, _ROLLOUT))
-        other = f"{value:g}: held-out prompts are sampled as in training, with {training:g}"
-        note = "the evaluation is greedy" if greedy else other if value != training else "as in training"
-        run.note_given(f"{prefix}{name}", note)
-    keys: dict[str, object] = {f"{RL}.eval_greedy": greedy}
+        if greedy or value == training:
+            run.note_given(f"{prefix}{name}", "the evaluation is greedy" if greedy else "as in training")
+        else:
+            keys[f"{ACTOR}.eval_{name}"] = value if name == "top_p" else int(value)
     if greedy and count > 1:
         run.note(f"{prefix}n", "one sample of each held-out prompt: greedy ones are all the same")
     if not greedy:
@@ -1462,8 +1464,12 @@ def _read_engine(run: Import, command: SourceCommand, tensor: int) -> dict[str, 
     """Return the layout of the engine."""
     data, expert = command.count(f"{_ROLLOUT}data_parallel_size", 1), command.count(f"{_ROLLOUT}expert_parallel_size", 1)
     if data > 1 and expert == 1:
-        feature = "data parallelism inside a replica without expert parallelism"
-        run.refuse(f"{_ROLLOUT}data_parallel_size", feature)
+        if has_experts(command.text(f"{_MODEL}path")):  # vLLM cuts every expert for all devices of the group
+            feature = "data parallelism inside a replica without expert parallelism, of a model with experts"
+            run.refuse(f"{_ROLLOUT}data_parallel_size", feature)
+        else:
+            reason = "without experts the engines of a data-parallel group share nothing, so each of them is a replica here"
+            run.note(f"{_ROLLOUT}data_parallel_size", reason, changes_nothing=False)
     return {
         f"{ENGINE}.infer_tensor_parallel_size": tensor,
         f"{ENGINE}.enable_expert_parallel": True if expert > 1 else None,

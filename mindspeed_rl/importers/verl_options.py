@@ -160,7 +160,10 @@ _MCORE: tuple[tuple[str, Option], ...] = (
         f"use_remove_padding max_seqlen_per_dp_cp_rank",
         _MEMORY,
     ),
-    ("dynamic_context_parallel", refused("context parallel sizes that change from batch to batch")),
+    (
+        "dynamic_context_parallel",
+        refused("context parallel sizes over data-parallel devices; the key of this name divides context_parallel_size"),
+    ),
     ("forward_only override_ddp_config", no_effect("the phase decides whether a pass has gradients; its buckets are ours")),
     ("override_mcore_model_config", refused("other shapes than in config.json", unless=({},))),
     (
@@ -492,7 +495,8 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
         _put("backend experiment_name max_samples_per_step_per_worker project_name token2text", "trace."),
         no_effect("rl_config.log_completions writes samples"),
     ),
-    (_put("do_sample n temperature top_k top_p", "val_kwargs."), part("eval_greedy eval_n_samples eval_temperature")),
+    (_put("do_sample n temperature top_k top_p", "val_kwargs."),
+     part("eval_greedy eval_n_samples eval_temperature eval_top_p eval_top_k")),
     ("agent.default_agent_loop", by(lambda run, option, value: _set_agent_loop(run, option, value), "one turn, or tools")),
     ("agent.agent_loop_config_path", refused("your own agent loop; see rl_config.agent_loop")),
     ("agent.custom_async_server.name agent.custom_async_server.path", refused("your own rollout server")),

@@ -145,7 +145,10 @@ def lay_out_model(
     if config.mtp_num_layers and model_config.head == "lm":
         _check_prediction(config, architecture, model_config)
         model_config = replace(model_config, mtp_num_layers=config.mtp_num_layers)
-    return ModelPlan(architecture, model_config, layout, hf_config, _plan_balancing(config, architecture, model_config))
+    balancing = _plan_balancing(config, architecture, model_config)
+    if config.has_dynamic_context:
+        _check_dynamic_context(architecture, model_config, balancing)
+    return ModelPlan(architecture, model_config, layout, hf_config, balancing)
 
 
 def _pad_vocab(config: MegatronConfig, model_config: ModelConfig) -> ModelConfig:
@@ -177,6 +180,21 @@ def _check_head_ranks(config: MegatronConfig, model_config: ModelConfig) -> None
             f"tensor_model_parallel_size: {tp} x context_parallel_size: {cp} does not divide the model's {heads} attention "
             "heads; sparse attention exchanges full heads under either context_parallel_algo"
         )
+
+
+def _check_dynamic_context(architecture: Architecture, model_config: ModelConfig, balancing: RouterBalancing) -> None:
+    """Raise ValueError where parts of a model take the fixed context-parallel size."""
+    for applies, reason in (
+        (model_config.sparse_attention is not None, "sparse attention"),
+        (model_config.vision is not None, "the positions of images"),
+        (bool(balancing.coeff), f"the balancing loss of its experts (moe_aux_loss_coeff: {balancing.coeff:g}, which may be 0)"),
+        (bool(balancing.z_coeff), f"the z-loss of its routers (moe_z_loss_coeff: {balancing.z_coeff:g}, which may be 0)"),
+    ):
+        if applies:
+            raise ValueError(
+                f"dynamic_context_parallel: true cannot be used with {architecture.name}: {reason} takes all "
+                "context_parallel_size ranks in every micro-batch; set dynamic_context_parallel: false."
+            )
 
 
 def _check_indexer_loss(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:

@@ -350,6 +350,21 @@ def _check_reward_failures(history: History) -> Iterator[Alert]:
         )
 
 
+def _check_votes(history: History) -> Iterator[Alert]:
+    series = history.finite("judge/missing_rewards/mean")
+    recent = series.y[-_RECENT:]
+    if recent and statistics.fmean(recent) > 0.05:
+        yield Alert(
+            "votes_missing",
+            "watch",
+            series.x[-1],
+            f"{statistics.fmean(recent):.2g} votes of judges per response are missing in the last {len(recent)} iterations; "
+            "the other votes decide (rl_config.judge_quorum).",
+            "The figures judge/of_... are those of each judge; logs/reward_0.log, or run.log for a judge that the run serves, "
+            "has the first error of each.",
+        )
+
+
 def _check_finite(history: History) -> Iterator[Alert]:
     for name in ("actor/pg_loss", "actor/grad_norm", "train/loss", "train/grad_norm", "critic/vf_loss"):
         series = history.series.get(name, Series())
@@ -425,6 +440,7 @@ _CHECKS: tuple[Callable[[History], Iterator[Alert]], ...] = (
     _check_memory,
     _check_spread,
     _check_reward_failures,
+    _check_votes,
     _check_lengths,
     _check_entropy,
     _check_reward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,9 @@ _PER_WORKER = frozenset(
 
 # Intervals that may overlap with the old log-prob pass; the part after its end is reported too.
 _OVERLAPPING = ("reference_model", "rule_reward", "reward_model", "adv")
+
+# Scores, and what the driver does around all phases.
+_REWARDS, _AROUND = ("rule_reward", "reward_model", "judge"), ("all",)
 
 #: a worker is slow from these seconds of a phase on, and from this multiple of the others' median
 _MIN_SLOW_S, _SLOWER = 0.1, 1.1
@@ -79,7 +83,8 @@ def compute_timings(intervals: Sequence[Interval]) -> dict[str, float]:
     """Return seconds by `timing/<name>`: from the first start to the last end over all workers.
 
     For the names in _PER_WORKER it is the longest total of any one worker. `timing/non_overlap_<name>` is the part of an
-    interval after the end of the old log-prob pass (of the reference pass where that one is skipped).
+    interval after the end of the old log-prob pass (of the reference pass where that one is skipped), `timing/reward_wait` the
+    seconds in which responses are scored and nothing else goes on.
     """
     by_name: dict[str, list[Interval]] = {}
     for interval in intervals:
@@ -103,7 +108,20 @@ def compute_timings(intervals: Sequence[Interval]) -> dict[str, float]:
             continue
         start_s, end_s = min(i.start_s for i in group), max(i.end_s for i in group)
         metrics[f"timing/non_overlap_{name}"] = max(end_s - max(max(i.end_s for i in fence), start_s), 0.0)
+    scored = [interval for name in _REWARDS for interval in by_name.get(name, [])]
+    if scored:
+        others = [interval for interval in intervals if interval.name not in (*_REWARDS, *_AROUND)]
+        metrics["timing/reward_wait"] = _cover_s([*scored, *others]) - _cover_s(others)
     return metrics
+
+
+def _cover_s(intervals: Iterable[Interval]) -> float:
+    """Return the seconds in which at least one of these runs."""
+    seconds, end_s = 0.0, -math.inf
+    for interval in sorted(intervals, key=lambda interval: interval.start_s):
+        seconds += max(0.0, interval.end_s - max(interval.start_s, end_s))
+        end_s = max(end_s, interval.end_s)
+    return seconds
 
 
 def compute_imbalance(intervals: Sequence[Interval]) -> dict[str, float]:

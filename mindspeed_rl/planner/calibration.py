@@ -1,8 +1,8 @@
 """Measurements of earlier runs that correct plans: by `--calibrate`, and on the CPU by the runs beside a run folder.
 
 Constants of NPUs are fitted to published runs. The CPU has constants of one core of one machine, which say nothing about the
-cores, threads and other programs of another one; there, what earlier runs measured is the better guess: a measurement of
-matrix products would not show the processes of a run, which take most of the time of a small one.
+cores, threads and other programs of another one; there, what earlier runs measured is the best guess, as it includes the
+processes of a run. Where there is none, a trial measures the machine (trial.py).
 """
 
 from __future__ import annotations

@@ -43,11 +43,14 @@ class Efficiency:
         bandwidth: fraction of the memory's bytes a second while tokens are generated.
         layer_s, graph_layer_s: seconds of host work that a layer costs in each step of the engine, without and with captured
             graphs (`enforce_eager`).
+        graph_reduce_s: latency of an all-reduce in a captured graph; a layer has two where the engine has tensor ranks.
+        response_s: seconds of host work for each response in a step of the engine: its scheduler, sampler and text.
         pass_s: seconds of host work that a micro-batch costs in a layer of a pass of the trainer.
         expert_pass_s: what each expert of a rank costs there in addition.
         phase_s: seconds of a phase of the trainer besides its passes: rows come and go.
         collective_s: latency of a collective in a layer of a pass.
         collective: fraction of the links in the collectives of tensor, context, expert and data parallelism.
+        logit_bytes: bytes that a logit moves through the memory until its softmax and entropy are known.
         push: fraction of the link in a weight sync.
         push_tensor_s: seconds of host work that each tensor costs there.
         push_s: seconds of a weight sync besides these: releasing and waking up the engine's memory.
@@ -61,11 +64,14 @@ class Efficiency:
     bandwidth: float
     layer_s: float
     graph_layer_s: float
+    graph_reduce_s: float
+    response_s: float
     pass_s: float
     expert_pass_s: float
     phase_s: float
     collective_s: float
     collective: float
+    logit_bytes: float
     push: float
     push_tensor_s: float
     push_s: float
@@ -101,11 +107,14 @@ _CPU = Efficiency(
     bandwidth=0.5,
     layer_s=4e-4,
     graph_layer_s=4e-4,
+    graph_reduce_s=0.0,
+    response_s=0.0,
     pass_s=4e-3,
     expert_pass_s=0.0,
     phase_s=0.0,
     collective_s=0.0,
     collective=0.5,
+    logit_bytes=0.0,
     push=0.1,
     push_tensor_s=0.0,
     push_s=0.0,

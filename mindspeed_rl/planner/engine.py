@@ -93,6 +93,8 @@ def plan_engine(run: RunShape) -> Engine | None:
         if serve is not None:  # adapters of several models, of the output layer too
             elements += rank * (model_config.hidden_size + model_config.vocab_size)
             elements *= serve.num_engine_adapters or serve.num_models
+        elif run.cfg.rl_config is not None:
+            elements *= 1 + run.cfg.rl_config.opponents.num_snapshots
         adapters = elements * itemsize
     draft, draft_token = read_draft_bytes(generate, itemsize)[0], read_draft_bytes(generate, generate.cache_itemsize)[1]
     draft //= tensor

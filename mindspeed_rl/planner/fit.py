@@ -19,16 +19,14 @@ from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.efficiency import Efficiency
-from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
+from mindspeed_rl.planner.memory import MemoryPlan
 from mindspeed_rl.planner.run_shape import read_shape
 from mindspeed_rl.planner.samples import SampleMeans
-from mindspeed_rl.planner.seconds import TimePlan, plan_time
+from mindspeed_rl.planner.seconds import TimePlan
+from mindspeed_rl.planner.splits import ACCEPTED, SIZES, list_splits, plan_sound, rank_plans
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
-from mindspeed_rl.run.rules.validation import is_valid, unavailable
 
-#: verdicts of layouts that may be printed
-_ACCEPTED = ("fits", "tight")
 _MAX_TRAINING_LAYOUTS = 10
 #: layouts of which training state is left on the device where there is room
 _MAX_RELAXED = 5
@@ -58,7 +56,10 @@ _RESIDENT = (("optimizer", "grad", "param"), ("grad", "param"), ("param",))
 #: fractions of the device's memory that an engine may take
 _FRACTIONS = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
 _FRACTION = "generate_config.gpu_memory_utilization"
-_SPLITS = ("tensor_model", "pipeline_model", "context", "expert_model")
+#: most tokens of an engine's step, whose activations it keeps room for; longer prompts take several
+_MAX_STEP = 32768
+#: largest context-parallel size, and the fewest tokens of a sequence that a device has
+_MAX_CONTEXT, _MIN_SLICE = 8, 1024
 _TRAINING = ("reference_model", "old_log_p", "update", "offload")
 #: keys of a role that a search chooses, which a run file's own values leave to it
 _SEARCHED = frozenset(
@@ -244,7 +245,7 @@ def build_grpo_tree(request: FitRequest) -> dict[str, Any]:
         },
         "generate_config": {
             "max_model_len": request.max_len,
-            "max_num_batched_tokens": max(8192, request.max_len),
+            "max_num_batched_tokens": max(8192, min(request.max_len, _MAX_STEP)),
             "dtype": "bfloat16",
             "enable_prefix_caching": True,
             "enforce_eager": True,
@@ -347,12 +348,11 @@ def _vary_micro_batches(run: Run) -> tuple[_Values, ...]:
     return tuple({"actor_config.micro_batch_size": count} for count in sorted({max(1, size // 2), size, 2 * size}))
 
 
-def _rank(result: FitResult) -> tuple[int, int, bool, int, float]:
+def _rank(result: FitResult) -> tuple[float, ...]:
     """Return the sorting key: verdict, seconds, and where they are within 5 %, fp32 gradients and fewer splits of the model."""
-    sizes = (result.values.get(f"actor_config.{name}_parallel_size", 1) for name in _SPLITS[:3])
+    sizes = (result.values.get(f"actor_config.{name}", 1) for name in SIZES[:3])
     split = math.prod(int(str(size)) for size in sizes)
-    verdict, seconds = MemoryPlan.VERDICTS.index(result.memory.verdict), result.time.total
-    return verdict, round(math.log(seconds) / 0.05), result.values.keys() >= _HALF_GRADIENTS.keys(), split, seconds
+    return rank_plans(result.memory, result.time, result.values.keys() >= _HALF_GRADIENTS.keys(), split)
 
 
 class _Search:
@@ -518,7 +518,7 @@ class _Search:
                     break
         fastest: dict[tuple[object, ...], _Values] = {}
         for _, _, values in sorted(ranked, key=lambda entry: entry[:2]):
-            fastest.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)
+            fastest.setdefault(tuple(values.get(f"actor_config.{name}") for name in SIZES), values)
         return list(fastest.values())[:_MAX_TRAINING_LAYOUTS]
 
     def _rank_training(self, tree: dict[str, Any], values: _Values, engine: _Values) -> _Ranked | None:
@@ -527,7 +527,7 @@ class _Search:
         if plans is None:
             return None
         memory, time = plans[0].without(("generate",)), plans[1]
-        if memory.verdict not in _ACCEPTED:
+        if memory.verdict not in ACCEPTED:
             self._note(memory)
             return None
         return MemoryPlan.VERDICTS.index(memory.verdict), sum(time.phases.get(name, 0.0) for name in _TRAINING), values
@@ -540,7 +540,7 @@ class _Search:
             plans = self._plan(tree, values)
             if plans is None:
                 continue
-            if plans[0].verdict not in _ACCEPTED:
+            if plans[0].verdict not in ACCEPTED:
                 self._note(plans[0])
                 continue
             result = FitResult(self._apply(tree, values), values, *plans, trainers)
@@ -562,12 +562,9 @@ class _Search:
         nodes = self._request.num_nodes
         try:
             run = draft(build_run_config(self._apply(tree, values), config_name="fit"), nodes)
-            if not is_valid(run) or unavailable(run):
-                return None
-            memory = plan_memory(run, self._device)
-            return memory, plan_time(run, self._device, samples=self._samples, efficiency=self._efficiency)
         except ValueError:  # a ConfigError is one
             return None
+        return plan_sound(run, self._device, self._efficiency, self._samples)
 
 
 def _describe_peak(memory: MemoryPlan) -> str:
@@ -595,29 +592,24 @@ def _list_splits(request: FitRequest, npus: int, device: Device) -> Iterator[tup
     """Yield each split of the model over so many devices, with the number of its layers and of its stages."""
     layers, experts = int(request.block["num_layers"]), int(request.block.get("num_experts") or 0)
     node = min(device.devices_per_node, 16)
-    for tp, pp, cp in itertools.product(_powers(min(node, npus)), _powers(32), (1, 2, 4, 8)):
-        if npus % (tp * pp * cp) or pp > layers or (cp > 1 and request.max_len / cp < 1024):
-            continue
-        stage = npus // pp
-        for ep in _powers(min(experts, stage)) if experts else (1,):
-            if experts % ep or stage % ep:
-                continue
-            values: _Values = {
-                "actor_config.tensor_model_parallel_size": tp,
-                "actor_config.pipeline_model_parallel_size": pp,
-                "actor_config.context_parallel_size": cp,
-            }
-            if tp > 1:
-                values["actor_config.sequence_parallel"] = True
-            if experts:
-                values |= {"actor_config.expert_model_parallel_size": ep, "actor_config.expert_tensor_parallel_size": 1}
-            if layers % pp:
-                counts = [layers // pp] * pp
-                # the first stage and the last, which have the vocabulary, get fewer layers
-                for index in range(layers % pp):
-                    counts[(index + 1) % pp] += 1
-                values["actor_config.num_layer_list"] = ",".join(str(count) for count in counts)
-            yield values, layers, pp
+    for split in list_splits(
+        npus,
+        layers=layers,
+        experts=experts,
+        tensors=_powers(min(node, npus)),
+        pipelines=_powers(32),
+        contexts=[size for size in _powers(_MAX_CONTEXT) if size == 1 or request.max_len / size >= _MIN_SLICE],
+        expert_sizes=_powers(experts),
+    ):
+        sizes = split.sizes if experts else dict(list(split.sizes.items())[:3])
+        values: _Values = {f"actor_config.{name}": size for name, size in sizes.items()}
+        if split.tensor > 1:
+            values["actor_config.sequence_parallel"] = True
+        if experts:
+            values["actor_config.expert_tensor_parallel_size"] = 1
+        if split.layers is not None:
+            values["actor_config.num_layer_list"] = split.layers
+        yield values, layers, split.pipeline
 
 
 _RECOMPUTED: _Values = {

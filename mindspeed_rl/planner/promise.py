@@ -16,6 +16,7 @@ from mindspeed_rl.planner.devices import GIB, Device, find_device
 from mindspeed_rl.planner.memory import MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, format_number, plan_time
+from mindspeed_rl.planner.trial import plan_by_trial
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import is_valid, unavailable
@@ -275,7 +276,9 @@ def make_promise(
 
 
 def _plan_seconds(run: Run, device: Device, samples: SampleMeans | None) -> TimePlan:
-    return plan_by_earlier_runs(plan_time(run, device, samples=samples), run, device)
+    plan = plan_time(run, device, samples=samples)
+    corrected = plan_by_earlier_runs(plan, run, device)
+    return plan_by_trial(plan, run, device, samples) if corrected is plan else corrected
 
 
 def _find_neighbours(tree: Mapping[str, object], run: Run, device: Device, samples: SampleMeans | None) -> Iterator[Neighbour]:

@@ -162,7 +162,7 @@ def _find_offload(name: str, medians: _Medians, assumed: Assumed) -> Iterator[st
 def _find_waiting(name: str, medians: _Medians, assumed: Assumed) -> Iterator[str]:
     """Yield the seconds in which an iteration waits for rewards, tools or servers."""
     total = medians.get("timing/all", 0.0)
-    rewards = max(medians.get(f"timing/non_overlap_{timer}", 0.0) for timer in ("rule_reward", "reward_model"))
+    rewards = medians.get("timing/reward_wait", 0.0)
     if name == "all" and rewards > 0.15 * total > 0:
         yield f"the trainer waits {rewards:.3g} s for rewards"
     tools = medians.get("tool_seconds/mean", 0.0)

@@ -1,9 +1,11 @@
 """Seconds of an iteration by phase: a roofline of the device times named efficiencies (efficiency.py).
 
 - A step of the engine takes the bytes of the weights it reads and of the keys and values of all active responses, or its
-  operations where they take longer, and the host's work for each layer. Experts are read as tokens choose them.
-- A pass of the trainer takes its operations (`models/costs.py`), the pipeline's bubble, and the host's work for each
-  micro-batch. Recomputed layers are computed once more. Its collectives (bytes over the link of the group) do not overlap.
+  operations where they take longer, the host's work for each layer and each response, and the latency of its all-reduces.
+  Experts are read as tokens choose them.
+- A pass of the trainer takes its operations (`models/costs.py`), the bytes of its logits, the pipeline's bubble, and the host's
+  work for each micro-batch. Recomputed layers are computed once more. Its collectives (bytes over the link of the group) do not
+  overlap.
 - A weight sync moves a rank's part of the engine's weights (or the adapters), offloading moves the configured state both ways.
 - A vision tower computes the images of each prompt once a micro-batch, on every tensor rank of the first stage and before the
   others start; a frozen one once for log-probs and update together. The engine computes them once a prompt.
@@ -38,6 +40,8 @@ from mindspeed_rl.run.batch_sizes import rows_per_replica
 from mindspeed_rl.run.phases import Phases
 
 _POINTS = 48
+#: layers with adapters that are several products in the engine
+_ADAPTED_PRODUCTS = {"linear_qkv": 3, "linear_fc1": 2}
 #: bytes that the disk of a machine reads or writes in a second
 DISK = 3e9
 
@@ -197,24 +201,25 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
         for model in (run.find_model("reward model"), run.find_model("reference"), run.find_model("critic"))
     )
     if reward is not None:
-        parts[Phases.MODEL_REWARDS.timer] = reward.seconds(sizes.rollout_samples, 1.0)
+        parts[Phases.MODEL_REWARDS.timer] = reward.seconds(sizes.rollout_samples, 1.0, "ref")
     if judge := _plan_judge(run, efficiency, samples):
         parts[Phases.JUDGE.timer] = judge
     if objective.needs_ref:
-        parts[Phases.REF_LOG_PROBS.timer] = (ref or actor).seconds(sizes.rollout_samples, 1.0)
+        parts[Phases.REF_LOG_PROBS.timer] = (ref or actor).seconds(sizes.rollout_samples, 1.0, "ref")
         parts[Phases.REF_LOG_PROBS.timer] |= (ref or actor).tower_seconds(sizes.rollout_samples)
         parts[Phases.REF_LOG_PROBS.timer] |= (ref or actor).stream_seconds(sizes.rollout_samples)
     for name in run.teachers:
         model = run.find_model(name)
         assert model is not None
-        judged = _Passes(run, model, efficiency, samples).seconds(sizes.rollout_samples, 1.0)
+        judged = _Passes(run, model, efficiency, samples).seconds(sizes.rollout_samples, 1.0, "ref")
         before = parts.get(Phases.TEACHER_LOG_PROBS.timer, {})
         parts[Phases.TEACHER_LOG_PROBS.timer] = {part: value + before.get(part, 0.0) for part, value in judged.items()}
     if share := objective.old_log_probs_share(on_policy=sizes.on_policy):
         computed = share * sizes.train_samples
-        parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(computed, 1.0) | actor.tower_seconds(computed)
+        parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(computed, 1.0, "actor") | actor.tower_seconds(computed)
     if critic is not None:
-        parts[Phases.VALUES.timer] = critic.seconds(sizes.train_samples, 1.0) | critic.tower_seconds(sizes.train_samples)
+        parts[Phases.VALUES.timer] = critic.seconds(sizes.train_samples, 1.0, "actor")
+        parts[Phases.VALUES.timer] |= critic.tower_seconds(sizes.train_samples)
         parts[Phases.UPDATE_CRITIC.timer] = critic.seconds(trained, critic.update_passes)
         parts[Phases.UPDATE_CRITIC.timer] |= critic.tower_seconds(trained, trains=True)
     parts[Phases.UPDATE_ACTOR.timer] = actor.seconds(trained, actor.update_passes) | actor.step_seconds()
@@ -260,25 +265,44 @@ class _Passes:
         recomputed = (config.recompute_num_layers or 1) * layout.vpp / max(1, layout.num_slots // layout.pp)
         return once + min(1.0, recomputed)
 
-    def seconds(self, samples: float, passes: float) -> dict[str, float]:
-        """Return the seconds of so many passes over so many samples, by part."""
+    def seconds(self, samples: float, passes: float, use: str = "update") -> dict[str, float]:
+        """Return the seconds of so many passes over so many samples, by part; the largest micro-batch depends on the use."""
         run, model, layout = self._run, self._model, self._model.plan.layout
         computing = samples * self._operations * passes / (model.devices * run.device.flops * self._efficiency.train)
+        # backward computes the softmax again
+        logits = samples * self._logit_seconds * min(passes, 2.0)
         packs = run.cfg.rl_config is not None and run.cfg.rl_config.use_dynamic_bsz
         # a budget is filled with sequences of their length; without one every row has the maximum length
-        rows = max(1.0, run.tokens("update") / (self._mean if packs else run.max_len))
+        rows = max(1.0, run.tokens(use) / (self._mean if packs else run.max_len))
         batches = max(1.0, samples / model.replicas / rows)
         launching = batches / layout.pp * passes * self._launch_seconds()
         # what the host takes longer than the device is waiting
-        host = max(0.0, launching - computing) if run.device.overlaps else launching
+        host = max(0.0, launching - computing - logits) if run.device.overlaps else launching
         talk = self._collective_seconds(samples / model.replicas * self._mean) * passes
         if model.holding.is_sharded:
             # layers are gathered while the one before computes: in forward, and again in backward
             gathered = batches * min(passes, 2.0) * self._gather_seconds()
-            talk = max(0.0, gathered - computing - host)
+            talk = max(0.0, gathered - computing - logits - host)
         # the interleaved schedule's fraction of idle time, arXiv:2104.04473
         bubble = (layout.pp - 1) / (batches * layout.vpp) * (computing + host + talk)
-        return {"computing": computing, "collectives": talk, "host": host, "bubble": bubble, "start": self._efficiency.phase_s}
+        return {
+            "computing": computing,
+            "logits": logits,
+            "collectives": talk,
+            "host": host,
+            "bubble": bubble,
+            "start": self._efficiency.phase_s,
+        }
+
+    @property
+    def _logit_seconds(self) -> float:
+        """Seconds in which the logits of a sample move through the memory of the last stage; none of a model with scores."""
+        model, efficiency, device = self._model, self._efficiency, self._run.device
+        if model.plan.model_config.head == "reward":
+            return 0.0
+        ranks = model.plan.layout.tp * model.replicas * model.config.context_parallel_size
+        moved = self._mean * model.plan.model_config.padded_vocab_size / ranks * efficiency.logit_bytes
+        return moved / (device.bandwidth * efficiency.bandwidth)
 
     def tower_seconds(self, samples: float, *, trains: bool = False) -> dict[str, float]:
         """Return the seconds of a vision tower in a pass over so many samples, or in an update; calls are in their order."""
@@ -303,7 +327,7 @@ class _Passes:
         batches = max(1.0, samples / model.replicas / max(1.0, run.tokens("ref") / self._mean))
         moved = batches * max(model.weights(elements) for elements in model.elements)
         # a layer arrives while the one before computes
-        waits = moved / (run.device.host * self._efficiency.host) - sum(self.seconds(samples, 1.0).values())
+        waits = moved / (run.device.host * self._efficiency.host) - sum(self.seconds(samples, 1.0, "ref").values())
         return {"layers from host memory": max(0.0, waits)}
 
     def _bytes_per_second(self, ranks: int) -> float:
@@ -432,6 +456,7 @@ class _StepSeconds:
     Attributes:
         kernels: kernels of a layer, as a multiple of a layer's without adapters.
         captured: responses of the largest captured graph; a step of more of them runs without graphs.
+        reduces: all-reduces of a layer.
     """
 
     device: Device
@@ -439,20 +464,24 @@ class _StepSeconds:
     is_eager: bool
     kernels: float = 1.0
     captured: float = math.inf
+    reduces: int = 0
 
     def compute(self, moved: float, operations: float, layers: int, active: float) -> float:
         """Compute the seconds of a step that reads so many bytes and makes so many operations on a rank.
 
         Without graphs the host launches kernels while the device works, and the slower of both counts. The kernels of a
-        captured graph have gaps on the device, which add up.
+        captured graph have gaps on the device, and its all-reduces a latency, which add up. After a step the host has work
+        for each response.
         """
         device, efficiency = self.device, self.efficiency
         reading = moved / (device.bandwidth * efficiency.bandwidth)
         working = max(reading, operations / (device.flops * efficiency.prefill))
-        is_eager = self.is_eager or active > self.captured
-        if is_eager and device.overlaps:
-            return max(working, layers * self.kernels * efficiency.layer_s)
-        return working + layers * self.kernels * (efficiency.layer_s if is_eager else efficiency.graph_layer_s)
+        after = active * efficiency.response_s
+        if not self.is_eager and active <= self.captured:
+            layer = self.kernels * efficiency.graph_layer_s + self.reduces * efficiency.graph_reduce_s
+            return working + layers * layer + after
+        launching = layers * self.kernels * efficiency.layer_s
+        return (max(working, launching) if device.overlaps else working + launching) + after
 
 
 def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict[str, float]:
@@ -483,7 +512,8 @@ def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> di
 
     read_bytes = _read_bytes(run, engine.weights)
     captured = max(generate.cudagraph_capture_sizes or (math.inf,))
-    step_seconds = _StepSeconds(run.device, efficiency, generate.enforce_eager, _compare_kernels(run), captured)
+    reduces = 2 if tensor > 1 else 0
+    step_seconds = _StepSeconds(run.device, efficiency, generate.enforce_eager, _compare_kernels(run), captured, reduces)
 
     def step(active: float, context: float) -> float:
         moved = read_bytes(active) + active * context * engine.cache.bytes_per_token
@@ -494,11 +524,15 @@ def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> di
 
 
 def _compare_kernels(run: RunShape) -> float:
-    """Return the kernels of a layer of the engine, as a multiple of those without adapters: two more for each of them."""
+    """Return the kernels of a layer of the engine, as a multiple of those without adapters.
+
+    The engine has adapters of query, key and value, of gate and up; each adds two products.
+    """
     generate, config = run.generate, run.actor.config
     if generate is None or generate.lora_push != "adapter" or not config.lora_target_modules:
         return 1.0
-    return 1.0 + 2 * len(config.adapted_parts) / count_kernels(run.actor.plan.model_config, False)[0]
+    products = sum(_ADAPTED_PRODUCTS.get(part, 1) for part in config.adapted_parts)
+    return 1.0 + 2 * products / count_kernels(run.actor.plan.model_config, False)[0]
 
 
 def _decode(

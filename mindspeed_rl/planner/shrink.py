@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,25 +13,18 @@ from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.planner.devices import Device, find_device
-from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
-from mindspeed_rl.planner.seconds import plan_time
+from mindspeed_rl.planner.splits import ACCEPTED, SIZES, list_splits, plan_sound, rank_plans
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
-from mindspeed_rl.run.rules.validation import is_valid, unavailable
 
 #: no layout splits a layer, or a sequence, over more devices
 _MAX_SPLIT = 16
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
-#: layouts whose seconds differ by less than this share are equally fast
-_CLOSE = 0.05
 #: keys that say the layers of each pipeline stage
 _STAGES = ("num_layer_list", "noop_layers", "num_layers_per_virtual_pipeline_stage")
 
 _SHARED, _ENGINE, _RESOURCE = "megatron_training.", "generate_config.", "rl_config.actor_resource."
 
 _Values = dict[str, object]
-#: verdict, class of seconds, number of parallel sizes that change, seconds
-_Rank = tuple[int, int, int, float]
 
 
 @dataclass(frozen=True)
@@ -128,35 +119,30 @@ def _choose_engine(run: Run, count: int) -> _Values:
 def _list_layouts(run: Run, count: int) -> Iterator[_Values]:
     """Yield the keys of each division of the actor, and of the roles that share its devices, over so many devices."""
     actor = run.config.actor_config
-    layers, heads, experts = actor.num_layers, actor.num_attention_heads, actor.num_experts
+    heads = actor.num_attention_heads
     divisors = [size for size in range(1, count + 1) if count % size == 0]
-    tensors = [size for size in divisors if size <= _MAX_SPLIT and (heads is None or heads % size == 0)]
-    pipelines = [size for size in divisors if layers is None or size <= layers]
-    contexts = [size for size in divisors if size <= _MAX_SPLIT]
-    for tensor, pipeline, context in itertools.product(tensors, pipelines, contexts):
-        if count % (tensor * pipeline * context):
-            continue
+    for split in list_splits(
+        count,
+        layers=actor.num_layers,
+        experts=actor.num_experts or 0,
+        tensors=[size for size in divisors if size <= _MAX_SPLIT and (heads is None or heads % size == 0)],
+        pipelines=divisors,
+        contexts=[size for size in divisors if size <= _MAX_SPLIT],
+        expert_sizes=divisors,
+    ):
         stages: _Values = {}
-        if pipeline != actor.pipeline_model_parallel_size:
+        if split.pipeline != actor.pipeline_model_parallel_size:
             stages = {name: None for name in _STAGES if getattr(actor, name) is not None}
-            if layers is not None and layers % pipeline:
-                stages["num_layer_list"] = _divide(layers, pipeline)
+            if split.layers is not None:
+                stages["num_layer_list"] = split.layers
         elif actor.num_layer_list is not None:
             stages["num_layer_list"] = actor.num_layer_list
-        for expert in [size for size in divisors if not experts % size] if experts else [1]:
-            sizes: _Values = dict(zip(_SIZES, (tensor, pipeline, context, expert), strict=True)) | stages
-            if actor.sequence_parallel and tensor == 1:
-                sizes["sequence_parallel"] = False
-            if actor.fsdp_size is not None and count % actor.fsdp_size:
-                sizes["fsdp_size"] = None  # the devices that are left are no equal groups
-            yield {f"{group}.{name}": value for name, value in sizes.items() for group in _find_groups(run, name)}
-
-
-def _divide(layers: int, stages: int) -> str:
-    """Return `num_layer_list` of so many layers: stages in the middle have one more, the first and the last have other work."""
-    more = layers % stages
-    first = (stages - more) // 2
-    return ",".join(str(layers // stages + (first <= stage < first + more)) for stage in range(stages))
+        sizes: _Values = {**split.sizes, **stages}
+        if actor.sequence_parallel and split.tensor == 1:
+            sizes["sequence_parallel"] = False
+        if actor.fsdp_size is not None and count % actor.fsdp_size:
+            sizes["fsdp_size"] = None  # the devices that are left are no equal groups
+        yield {f"{group}.{name}": value for name, value in sizes.items() for group in _find_groups(run, name)}
 
 
 def _find_groups(run: Run, name: str) -> list[str]:
@@ -165,21 +151,14 @@ def _find_groups(run: Run, name: str) -> list[str]:
     return ["megatron_training", *(group for group in shared if name in run.config.set_keys.get(group, ()))]
 
 
-def _rank(run: Run, values: _Values, num_nodes: int, device: Device) -> _Rank | None:
+def _rank(run: Run, values: _Values, num_nodes: int, device: Device) -> tuple[float, ...] | None:
     """Return the rank of a layout; None where it breaks a rule or does not fit."""
     changed = draft(_apply(run, values), num_nodes)
-    if not is_valid(changed) or unavailable(changed):
-        return None
-    try:
-        memory = plan_memory(changed, device)
-        if memory.verdict not in ("fits", "tight"):
-            return None
-        seconds = plan_time(changed, device).total
-    except ValueError:  # the layout does not fit the model
+    plans = plan_sound(changed, device)
+    if plans is None or plans[0].verdict not in ACCEPTED:
         return None
     before, after = run.config.actor_config, changed.config.actor_config
-    num_changed = sum(getattr(before, name) != getattr(after, name) for name in _SIZES)
-    return MemoryPlan.VERDICTS.index(memory.verdict), round(math.log(seconds) / _CLOSE), num_changed, seconds
+    return rank_plans(*plans, sum(getattr(before, name) != getattr(after, name) for name in SIZES))
 
 
 def _apply(run: Run, values: _Values) -> RunConfig:

@@ -20,7 +20,26 @@ from mindspeed_rl.rollout.protocol import LoadsWeights
 from mindspeed_rl.scratch import make_owned_folder
 
 _PREFIX = "base_model.model."
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
+#: file with the tensors of an adapter
+ADAPTER_FILE = "adapter_model.safetensors"
+_FILES = ("adapter_config.json", ADAPTER_FILE)
+
+
+def spread_folder(exchange: Exchange, device: torch.device, source: Path, target: Path) -> int:
+    """Write the adapter in the first rank's folder `source` to `target` on every rank; return its bytes. Collective.
+
+    Args:
+        device: device of the messages.
+        target: its parent exists; the same as `source` where the first rank keeps its own.
+    """
+    num_bytes = 0
+    for name in _FILES:
+        content = exchange.broadcast((source / name).read_bytes() if exchange.rank == 0 else None, device)
+        num_bytes += len(content)
+        if exchange.rank or source != target:
+            target.mkdir(exist_ok=True)
+            (target / name).write_bytes(content)
+    return num_bytes
 
 
 class AdapterFolder:
@@ -56,14 +75,8 @@ class AdapterFolder:
         self._remove()
         self._home, self._remove = make_owned_folder(self, "mindspeed-rl-adapter-")
         self._adapters.save(self.path if exchange.rank == 0 else "", self._base_model)
-        self.num_bytes = 0
-        for name in _FILES:
-            content = exchange.broadcast((self.path / name).read_bytes() if exchange.rank == 0 else None, device)
-            self.num_bytes += len(content)
-            if exchange.rank:
-                self.path.mkdir(exist_ok=True)
-                (self.path / name).write_bytes(content)
-        self.tensors = load_file(self.path / _FILES[1])
+        self.num_bytes = spread_folder(exchange, device, self.path, self.path)
+        self.tensors = load_file(self.path / ADAPTER_FILE)
         self._check(exchange, device)
 
     def _check(self, exchange: Exchange, device: torch.device) -> None:
@@ -111,7 +124,14 @@ class BaseLoader:
 
 
 def find_differing_adapters(
-    model: nn.Module, tensors: Mapping[str, Tensor], scale: float, dtype: torch.dtype, *, rank: int = 0, num_ranks: int = 1
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    scale: float,
+    dtype: torch.dtype,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    slot: int = 0,
 ) -> tuple[list[str], int]:
     """Compare the matrices that the kernels of an engine rank read with a PEFT adapter's, bit by bit.
 
@@ -125,6 +145,7 @@ def find_differing_adapters(
         dtype: dtype of the engine's adapters.
         rank: rank of this process in the engine.
         num_ranks: tensor-parallel ranks of the engine.
+        slot: index of the adapter among those that the engine holds.
 
     Returns:
         The modules that differ, and the number of matrices compared.
@@ -150,11 +171,11 @@ def find_differing_adapters(
             count += 2
             sent = [tensors.get(f"{adapted}.lora_{matrix}.weight") for matrix in "AB"]
             if sent[0] is None or sent[1] is None:
-                differs = any(bool(torch.count_nonzero(slot.view(torch.uint8))) for slot in (a, b))
+                differs = any(bool(torch.count_nonzero(slots[slot].view(torch.uint8))) for slots in (a, b))
             else:
                 # cast before it is scaled, as vLLM does: the other order rounds otherwise
                 full = (sent[0].to(dtype), 1), ((sent[1].to(dtype) * scale), 0)
-                differs = not all(_fills_slot(*pair, slot[0, 0], rank, num_ranks) for pair, slot in zip(full, (a, b)))
+                differs = not all(_fills_slot(*pair, slots[slot, 0], rank, num_ranks) for pair, slots in zip(full, (a, b)))
             if differs:
                 wrong.append(adapted)
     return [*wrong, *sorted(missing)], count

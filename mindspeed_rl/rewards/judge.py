@@ -1,23 +1,23 @@
-"""A language model as the judge: any server with OpenAI's chat completions, a prompt template and a parser.
+"""Language models as judges: any servers with OpenAI's chat completions, a prompt template and a parser.
 
-Calls are asynchronous, many at a time in one worker.
+Calls are asynchronous, many at a time in one worker. Several judges, or one that is asked several times, vote.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-from urllib.parse import urlsplit
+from typing import Generic, TypeVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.files import describe_missing
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
-from mindspeed_rl.redaction import hide_in_text
+from mindspeed_rl.rewards.judge_addresses import JudgeAddress, list_judges
 from mindspeed_rl.rewards.rubric import (
     TEMPLATE,
     Criterion,
@@ -28,9 +28,13 @@ from mindspeed_rl.rewards.rubric import (
     score_verdicts,
 )
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
+from mindspeed_rl.rewards.scorer import ScorerError, read_score
+from mindspeed_rl.rewards.votes import Vote, VoteError, count_votes
 
-_API_KEY_VARIABLE = "JUDGE_API_KEY"
+_LOG = logging.getLogger(__name__)
 _ATTEMPTS = 4
+#: after the time limit of the votes of a panel, until the call itself is late
+_GRACE_S = 5.0
 #: requests whose scores are kept for equal ones
 _REMEMBERED = 4096
 _MAX_REPLY_BYTES = 8 << 20
@@ -51,8 +55,8 @@ _SCORE = re.compile(r"score\**\s*[:：]\s*\**\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
 _Value = TypeVar("_Value")
-Score = float | dict[str, float]
-"""A score, or named parts with the score among them."""
+Score = float | Mapping[str, object] | None
+"""A score, named parts of it, or no opinion, as a parser gives them."""
 
 
 class JudgeError(Exception):
@@ -72,13 +76,44 @@ def _parse_score(reply: str) -> float:
     return float(scores[-1]) / 10
 
 
-class JudgeForm:
-    """The prompt of a judge, the parser of its replies and the scores of earlier requests, wherever the judge is served.
+@dataclass(frozen=True)
+class JudgeRequest:
+    """A request to a judge about one response; equal ones have equal replies.
 
     Attributes:
-        scores: scores of the last requests; equal ones, as groups of like responses make them, get theirs from here.
-        verdicts: verdicts of the last requests about a rubric: whether each criterion is met.
+        text: the prompt.
+        criteria: criteria of the rubric; None without one.
     """
+
+    text: str
+    criteria: tuple[Criterion, ...] | None = None
+
+
+class Recent(dict[JudgeRequest, _Value], Generic[_Value]):
+    """Values of the last requests."""
+
+    def __setitem__(self, request: JudgeRequest, value: _Value) -> None:
+        """Keep a value, and drop the oldest one where there are too many."""
+        super().__setitem__(request, value)
+        if len(self) > _REMEMBERED:
+            del self[next(iter(self))]
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """What a reply says about a response.
+
+    Attributes:
+        score: as the parser gives it.
+        verdicts: whether the criteria of a rubric are met; None without one.
+    """
+
+    score: Score
+    verdicts: tuple[bool, ...] | None = None
+
+
+class JudgeForm:
+    """The prompt of a judge, the parser of its replies and the rule of several votes, wherever the judges are served."""
 
     def __init__(self, settings: RewardSettings) -> None:
         """Read the template and load the parser.
@@ -86,6 +121,7 @@ class JudgeForm:
         Raises:
             ValueError: the template cannot be read or does not mention {response}, or there is no such parser.
         """
+        self._settings = settings
         self._rubrics = None if settings.judge_rubric is None else RubricSource(settings.judge_rubric)
         self._template = _read_template(settings.judge_prompt, _TEMPLATE if self._rubrics is None else TEMPLATE)
         if self._rubrics is not None and settings.judge_parser is not None:
@@ -97,12 +133,10 @@ class JudgeForm:
         self._parse: Callable[[str], Score] = _parse_score
         if settings.judge_parser is not None:
             self._parse = registry.load(settings.judge_parser, "rl_config.judge_parser")
-        self.scores: dict[str, Score] = {}
-        self.verdicts: dict[str, tuple[bool, ...]] = {}
-        #: criteria of the last requests
-        self._criteria: dict[str, tuple[Criterion, ...]] = {}
+        #: judges with a missing vote that was warned of
+        self._warned = set[str]()
 
-    def prompt(self, sample: RewardSample) -> str:
+    def write_request(self, sample: RewardSample) -> JudgeRequest:
         """Return the template with the sample's texts in place; other braces stay as they are.
 
         Raises:
@@ -117,9 +151,7 @@ class JudgeForm:
             **({} if criteria is None else {"criteria": describe_criteria(criteria)}),
         }
         text = re.sub(r"\{(\w+)\}", lambda match: str(fields[match[1]]) if match[1] in fields else match[0], self._template)
-        if criteria is not None:
-            _remember(self._criteria, text, criteria)
-        return text
+        return JudgeRequest(text, criteria)
 
     def _read_criteria(self, sample: RewardSample) -> tuple[Criterion, ...] | None:
         if self._rubrics is None:
@@ -129,79 +161,105 @@ class JudgeForm:
         except RubricError as error:
             raise JudgeError(str(error)) from None
 
-    def read_reply(self, text: str, reply: str) -> Score:
-        """Return the score of the reply to a request, and remember it.
+    def read_reply(self, request: JudgeRequest, reply: str) -> Opinion:
+        """Return what the reply to a request says.
 
         Raises:
-            JudgeError: the built-in parser finds none; parsers of the user may raise anything.
+            JudgeError: the built-in parser finds no score; parsers of the user may raise anything.
         """
-        criteria = self._criteria.get(text)
+        criteria = request.criteria
         if criteria is None:
-            score = self._parse(reply)
-        else:
-            try:
-                verdicts = read_verdicts(reply, len(criteria))
-            except RubricError as error:
-                raise JudgeError(str(error)) from None
-            score = score_verdicts(criteria, verdicts)
-            _remember(self.verdicts, text, tuple(verdicts))
-        _remember(self.scores, text, score)
-        return score
+            return Opinion(self._parse(reply))
+        try:
+            verdicts = read_verdicts(reply, len(criteria))
+        except RubricError as error:
+            raise JudgeError(str(error)) from None
+        return Opinion(score_verdicts(criteria, verdicts, self._settings.judge_rubric_score), tuple(verdicts))
+
+    def decide(self, request: JudgeRequest, judges: Sequence[str], opinions: Sequence[Opinion | Exception]) -> Score:
+        """Return the score of a request by the votes about it; the only vote is the score.
+
+        Args:
+            request: the request.
+            judges: name of the judge of each vote.
+            opinions: each vote, or the error that it has ended with.
+
+        Raises:
+            JudgeError: fewer votes are there than `judge_quorum` needs.
+            Exception: the error of the only vote.
+        """
+        if len(opinions) == 1:
+            (opinion,) = opinions
+            if isinstance(opinion, Exception):
+                raise opinion
+            return opinion.score
+        settings = self._settings
+        votes = [_read_vote(judge, opinion) for judge, opinion in zip(judges, opinions, strict=True)]
+        for vote in votes:
+            if vote.score is None and vote.judge not in self._warned:
+                self._warned.add(vote.judge)
+                _LOG.warning("a vote of the judge %s is missing: %s", vote.judge, vote.error)
+        try:
+            return count_votes(
+                votes,
+                settings.judge_vote,
+                quorum=settings.judge_quorum,
+                criteria=request.criteria,
+                rubric_score=settings.judge_rubric_score,
+            )
+        except VoteError as error:
+            raise JudgeError(str(error)) from None
 
 
-def _remember(known: dict[str, _Value], text: str, value: _Value) -> None:
-    """Keep a value of one of the last requests."""
-    known[text] = value
-    if len(known) > _REMEMBERED:
-        del known[next(iter(known))]
+def _read_vote(judge: str, opinion: Opinion | Exception) -> Vote:
+    if isinstance(opinion, Exception):
+        return Vote(judge, error=str(opinion) if isinstance(opinion, JudgeError) else repr(opinion))
+    try:
+        found = None if opinion.score is None else read_score(opinion.score)
+    except ScorerError as error:
+        return Vote(judge, error=f"judge_parser: {error}")
+    if found is None:
+        return Vote(judge, error="judge_parser: it has no opinion")
+    return Vote(judge, found[0], found[1], opinion.verdicts)
 
 
-class Judge:
-    """The scorer `judge`: sends each response to the server for a score.
+class JudgeClient:
+    """A judge at an address; equal requests, as groups of like responses make them, are sent once.
 
-    Reads judge_url, judge_model, judge_prompt (a file; {prompt}, {response}, {label} and {column} are filled in), judge_parser
-    (`module:function` from the reply to a number or a dict of parts) and judge_timeout_s; the key, if the server requires one,
-    from the environment variable JUDGE_API_KEY.
-
-    Raises:
-        ValueError: judge_url is missing or not http(s), the template cannot be read or does not mention {response}.
+    Args:
+        address: the server.
+        form: prompt and parser.
+        temperature: temperature of its replies.
+        seed: seed of its replies; None for the server's choice.
     """
 
-    def __init__(self, settings: RewardSettings) -> None:
-        if not settings.judge_url:
-            raise ValueError(
-                "the reward function 'judge' needs rl_config.judge_url, the address of an OpenAI-compatible server"
-            )
-        address = urlsplit(settings.judge_url)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            raise ValueError(f"rl_config.judge_url is '{hide_in_text(settings.judge_url)}'; it must look like http://host:port/v1")
-        self._server = address.netloc.rpartition("@")[2]
-        self._url = settings.judge_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
-        self._model = settings.judge_model or "default"
-        self.form = JudgeForm(settings)
-        self._key = os.environ.get(_API_KEY_VARIABLE, "")
-        self.timeout_s = settings.judge_timeout_s
-        self._pending: dict[str, asyncio.Task[Score]] = {}
+    def __init__(self, address: JudgeAddress, form: JudgeForm, *, temperature: float = 0.0, seed: int | None = None) -> None:
+        self._server = address.server
+        self._url = address.url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self._fields = {"model": address.model or "default", "temperature": temperature}
+        self._fields |= {} if seed is None else {"seed": seed}
+        self._form, self._key = form, address.api_key
+        self._opinions = Recent[Opinion]()
+        self._pending: dict[JudgeRequest, asyncio.Task[Opinion]] = {}
 
-    async def __call__(self, sample: RewardSample) -> Score:
-        """Return the parser's score of the judge's reply; equal requests, as groups of like responses make them, are sent once.
+    async def ask(self, request: JudgeRequest) -> Opinion:
+        """Return what the reply to a request says.
 
         Raises:
             JudgeError: the server rejects the request, or does not reply after four attempts.
         """
-        text, loop = self.form.prompt(sample), asyncio.get_running_loop()
-        if text in self.form.scores:
-            return self.form.scores[text]
-        pending = self._pending.get(text)
+        if request in self._opinions:
+            return self._opinions[request]
+        loop, pending = asyncio.get_running_loop(), self._pending.get(request)
         # a batch has an event loop of its own
         if pending is None or pending.get_loop() is not loop:
-            pending = self._pending[text] = loop.create_task(self._request_score(text))
-            pending.add_done_callback(lambda _: self._pending.pop(text, None))
+            pending = self._pending[request] = loop.create_task(self._request(request))
+            pending.add_done_callback(lambda _: self._pending.pop(request, None))
         # the time limit of one caller does not end the request of the others
         return await asyncio.shield(pending)
 
-    async def _request_score(self, text: str) -> Score:
-        body = {"model": self._model, "temperature": 0.0, "messages": [{"role": "user", "content": text}]}
+    async def _request(self, request: JudgeRequest) -> Opinion:
+        body = {**self._fields, "messages": [{"role": "user", "content": request.text}]}
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         # a batch has an event loop of its own
         async with HttpClient(_MAX_REPLY_BYTES, attempts=_ATTEMPTS, headers=headers) as client:
@@ -209,7 +267,8 @@ class Judge:
                 content = await client.request("POST", self._url, self._read_content, json=body)
             except HttpError as error:
                 raise JudgeError(f"the judge at {self._server} answers nothing: {error}") from error
-        return self.form.read_reply(text, content)
+        opinion = self._opinions[request] = self._form.read_reply(request, content)
+        return opinion
 
     def _read_content(self, reply: HttpReply) -> str:
         if reply.status != 200:
@@ -221,6 +280,57 @@ class Judge:
         if not isinstance(content, str):
             raise JudgeError("the judge's reply has no text")
         return content
+
+
+class Judge:
+    """The scorer `judge`: sends each response to the servers of the judges, and counts their votes.
+
+    Reads judge_url, judge_model and judge_panel (the servers), judge_repeats and judge_temperature (how often each is asked),
+    judge_vote and judge_quorum (how the votes are counted), judge_prompt (a file; {prompt}, {response}, {label} and {column}
+    are filled in), judge_rubric or judge_parser (`module:function` from the reply to a number or a dict of parts) and
+    judge_timeout_s; the keys, if the servers require any, from environment variables, see `list_judges`.
+
+    Attributes:
+        form: prompt, parser and rule of the votes.
+        timeout_s: longest call.
+
+    Raises:
+        ValueError: judge_url is missing or not http(s), the template cannot be read or does not mention {response}.
+    """
+
+    def __init__(self, settings: RewardSettings) -> None:
+        self.form = JudgeForm(settings)
+        judges = list_judges(settings.judge_url, settings.judge_model, settings.judge_panel)
+        seeds = list(range(settings.judge_repeats)) if settings.judge_repeats > 1 else [None]
+        #: a client per vote
+        self._votes = [
+            (judge.part, JudgeClient(judge, self.form, temperature=settings.judge_temperature, seed=seed))
+            for judge in judges
+            for seed in seeds
+        ]
+        self._limit_s = settings.judge_timeout_s
+        # the only vote is late with the call; one of several is missing
+        self.timeout_s = self._limit_s + (_GRACE_S if len(self._votes) > 1 else 0.0)
+
+    async def __call__(self, sample: RewardSample) -> Score:
+        """Return the score of the votes.
+
+        Raises:
+            JudgeError: the only vote, or too many of several, are missing.
+        """
+        request = self.form.write_request(sample)
+        opinions = await asyncio.gather(*(self._ask(client, request) for _, client in self._votes))
+        return self.form.decide(request, [judge for judge, _ in self._votes], opinions)
+
+    async def _ask(self, client: JudgeClient, request: JudgeRequest) -> Opinion | Exception:
+        try:
+            return await asyncio.wait_for(client.ask(request), self._limit_s)
+        except asyncio.TimeoutError:
+            if len(self._votes) == 1:
+                raise
+            return JudgeError(f"no reply in {self._limit_s:g} s (rl_config.judge_timeout_s)")
+        except Exception as error:  # noqa: BLE001 - any failure of a user's parser is a missing vote
+            return error
 
 
 def _read_template(path: str | None, default: str) -> str:

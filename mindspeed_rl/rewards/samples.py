@@ -97,6 +97,12 @@ class RewardSettings:
     judge_prompt: str | None = None
     judge_parser: str | None = None
     judge_rubric: str | None = None
+    judge_rubric_score: Literal["weighted", "mean", "all", "any"] = "weighted"
+    judge_panel: tuple[str, ...] = ()
+    judge_repeats: int = 1
+    judge_temperature: float = 0.0
+    judge_vote: Literal["mean", "median", "majority", "min"] = "mean"
+    judge_quorum: int | None = None
     judge_timeout_s: float = 60.0
     judge_weight: float = 1.0
     judge_max_tokens: int = 512
@@ -128,6 +134,7 @@ class RewardSettings:
             "reward_timeout_s": rl.reward_timeout_s if rl.reward_timeout_s is not None else float(rl.verifier_timeout),
             "num_reward_workers": rl.num_reward_workers if rl.num_reward_workers is not None else rl.verifier_parallel,
             "external_plugins": tuple(rl.external_plugins),
+            "judge_panel": tuple(rl.judge_panel),
         }
         # by name, so that a new key needs only a field
         copied = {f.name: getattr(rl, f.name) for f in fields(cls) if f.name not in derived}
@@ -136,8 +143,10 @@ class RewardSettings:
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> RewardSettings:
         """Return the settings that were sent to a process."""
-        values = {f.name: message[f.name] for f in fields(cls)}
-        return cls(**values | {"external_plugins": tuple(values["external_plugins"])})  # msgpack has no tuples
+        values: dict[str, Any] = {f.name: message[f.name] for f in fields(cls)}
+        # msgpack has no tuples
+        values |= {name: tuple(values[name]) for name in ("external_plugins", "judge_panel")}
+        return cls(**values)
 
     def __post_init__(self) -> None:
         for key in ("max_tokens", "reward_timeout_s", "judge_timeout_s", "num_reward_workers", "repetition_n_grams"):

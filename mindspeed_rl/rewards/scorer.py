@@ -136,19 +136,29 @@ class Scorer:
     def _to_value(self, value: object) -> Value | None:
         if value is None:
             return None
-        if not isinstance(value, Mapping):
-            return {self.name: _to_float(value)}, {}
-        parts = {
-            f"{self.name}/{key}": _to_float(part)
-            for key, part in value.items()
-            if part is not None and not isinstance(part, str)
-        }
-        notes = {f"{self.name}/{key}": text for key, text in value.items() if isinstance(text, str)}
-        if not parts:
+        items = value.items() if isinstance(value, Mapping) else ()
+        notes = {f"{self.name}/{key}": text for key, text in items if isinstance(text, str)}
+        found = read_score(value, self.total)
+        if found is None:
             return None
-        key = f"{self.name}/{self.total}"
-        total = parts.pop(key) if key in parts else math.fsum(parts.values())
-        return {self.name: _to_float(total), **parts}, notes
+        return {self.name: found[0], **{f"{self.name}/{key}": part for key, part in found[1].items()}}, notes
+
+
+def read_score(value: object, total: str = "score") -> tuple[float, dict[str, float]] | None:
+    """Return a score and its parts: a number, or of a mapping the entry `total`, else the sum of its numbers.
+
+    Texts and None are no parts; a mapping without numbers is no opinion, None.
+
+    Raises:
+        ScorerError: a number is not finite in float32, or is none.
+    """
+    if not isinstance(value, Mapping):
+        return _to_float(value), {}
+    parts = {key: _to_float(part) for key, part in value.items() if part is not None and not isinstance(part, str)}
+    if not parts:
+        return None
+    score = parts.pop(total) if total in parts else math.fsum(parts.values())
+    return _to_float(score), parts
 
 
 def _to_float(value: Any) -> float:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.rewards.agreement import krippendorff_alpha
 from mindspeed_rl.rewards.samples import FAILURES, LARGEST_SCORE, RewardResult, select_reward_functions
 
 MODEL_PART = "reward_model"
@@ -17,6 +18,8 @@ JUDGE_PART = "judge"
 """Part of a result: the score of a generative judge."""
 TRAJECTORY_PART = "trajectory"
 """Part of a result: the rewards of tools and environments."""
+#: beginning of the parts that are scores of a judge of a panel
+_OF_JUDGE = f"{JUDGE_PART}/of_"
 #: parts that are opinions of models, which are compared with those that can be checked
 _JUDGES = (JUDGE_PART, MODEL_PART)
 
@@ -84,7 +87,8 @@ def compute_reward_metrics(results: Sequence[RewardResult], *, group_size: int =
     `<name>_rewards/mean` and `/std` are over the samples that have the part, raw and without weight; `rewards/total_mean` over
     samples with a total. `rewards/groups_without_spread` is the fraction of groups whose scored samples all have one
     total, apart from penalties: they give no learning signal. Standard deviations divide by n - 1 and are 0.0 for one sample.
-    `judge_rewards/agreement_with_<name>`, and a reward model's agreement: see `_measure_agreement`.
+    `judge_rewards/agreement_with_<name>`, and a reward model's agreement: see `_measure_agreement`. `judge_rewards/alpha` is
+    Krippendorff's alpha of the scores of the judges of a panel; it is not there where all scores are equal.
 
     Args:
         results: the samples of a group are adjacent.
@@ -115,6 +119,10 @@ def compute_reward_metrics(results: Sequence[RewardResult], *, group_size: int =
     for judge in _JUDGES:
         others = (name for name in names if name not in _JUDGES and "/" not in name) if judge in names else ()
         metrics |= _measure_agreement(groups, judge, others)
+    judges = [name for name in names if name.startswith(_OF_JUDGE)]
+    table = [[result.parts.get(name) for name in judges] for result in results]
+    if len(judges) > 1 and (alpha := krippendorff_alpha(table, "interval")) is not None:
+        metrics["judge_rewards/alpha"] = alpha
     return metrics
 
 

@@ -7,7 +7,7 @@ its prompt, its seed and the weights, and on no other request. Samples of one pr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -183,6 +183,12 @@ class ModuleEngine:
         """Do nothing: no prefix outlives a response."""
 
     def load_adapter(self, folder: Path, version: int) -> None:
+        raise AssertionError("a rule excludes generate_config.lora_push: adapter")
+
+    def load_named_adapters(self, folders: Mapping[str, Path]) -> None:
+        assert not folders, "a rule excludes generate_config.lora_push: adapter"
+
+    def find_adapter_slot(self, name: str = "") -> int:
         raise AssertionError("a rule excludes generate_config.lora_push: adapter")
 
     def get_model(self) -> nn.Module:

@@ -24,6 +24,7 @@ class Sampling:
         stop: texts that end a response; the token that completes one is its last.
         structured_output: fields of vLLM's `StructuredOutputsParams` as JSON; empty where any text is allowed.
         images: references of the images in the context, in the order of their tokens.
+        adapter: name of an adapter of the engine that samples in place of the trained one.
     """
 
     temperature: float
@@ -39,6 +40,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     structured_output: str = ""
     images: tuple[str, ...] = ()
+    adapter: str = ""
 
     def list_penalties(self) -> list[str]:
         """Return the names of what changes the logits as an answer grows."""
@@ -61,10 +63,13 @@ class EvaluationSampling:
         temperature: 0 is greedy, without cut-offs and penalties; None is the sampling of training. Stop texts and the form of
             responses are for training in any case.
         num_samples: responses to each prompt.
+        top_p, top_k: cut-offs of responses that are not greedy; None is training's.
     """
 
     temperature: float | None = 0.0
     num_samples: int = 1
+    top_p: float | None = None
+    top_k: int | None = None
 
     @property
     def name(self) -> str:
@@ -75,7 +80,8 @@ class EvaluationSampling:
         """Return the parameters of a response, made from the training parameters."""
         if self.temperature == 0.0:
             return replace(sampling, **_PLAIN)
-        return sampling if self.temperature is None else replace(sampling, temperature=self.temperature)
+        own: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return replace(sampling, **{name: value for name, value in own.items() if value is not None})
 
 
 @dataclass(frozen=True)

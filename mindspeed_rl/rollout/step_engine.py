@@ -6,7 +6,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -79,6 +79,14 @@ class StepEngine(Protocol):
 
     def load_adapter(self, folder: Path, version: int) -> None:
         """Sample later responses with this adapter next to the weights."""
+        ...
+
+    def load_named_adapters(self, folders: Mapping[str, Path]) -> None:
+        """Hold these adapters too, for requests that name one, and no other; they must exist until the next call."""
+        ...
+
+    def find_adapter_slot(self, name: str = "") -> int:
+        """Return the index of an adapter among those in the model's layers; "" for the trained one."""
         ...
 
     def get_model(self) -> nn.Module:

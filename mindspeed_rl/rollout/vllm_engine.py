@@ -6,8 +6,9 @@ Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -123,6 +124,8 @@ class VllmEngine:
         self.weight_version, self.syncs_drafts = -1, False
         self.list_replaced: Callable[[torch.nn.Module], Sequence[Tensor]] | None = None
         self._adapter: LoRARequest | None = None
+        self._named_adapters: dict[str, LoRARequest] = {}
+        self._adapter_ids = itertools.count(1)
         self._has_weights = self._has_cache = True
         self._ids: dict[str, str] = {}  # of running requests: our name -> the engine's
 
@@ -168,8 +171,9 @@ class VllmEngine:
         params = build_sampling_params(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)
         # all other keys may be left out
         prompt = cast(TokensPrompt, build_prompt(prompt_ids, sampling.images, self.image_rules))
+        adapter = self._named_adapters[sampling.adapter] if sampling.adapter else self._adapter
         # vLLM from about 0.16 on adds a suffix to the name, which its outputs leave out
-        self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapter) or name
+        self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params, lora_request=adapter) or name
 
     def has_unfinished(self, busy: bool = False) -> bool:
         """Return True while a replica that shares experts with this one has requests or is busy; collective over them.
@@ -306,10 +310,33 @@ class VllmEngine:
         engine = self._llm.llm_engine
         if self._adapter is not None:
             engine.remove_lora(self._adapter.lora_int_id)
+        self._adapter = self._add_adapter(f"version {version}", folder)
+
+    def _add_adapter(self, name: str, folder: Path) -> LoRARequest:
         # vLLM counts adapters from 1, and takes an id that was loaded before from its cache
-        self._adapter = LoRARequest(f"version {version}", version + 1, str(folder))
-        if not engine.add_lora(self._adapter):
+        request = LoRARequest(name, next(self._adapter_ids), str(folder))
+        if not self._llm.llm_engine.add_lora(request):
             raise RuntimeError("weight push: the rollout engine did not take the adapter.")
+        return request
+
+    def load_named_adapters(self, folders: Mapping[str, Path]) -> None:
+        """See `StepEngine`.
+
+        Raises:
+            RuntimeError: the engine did not take one.
+        """
+        # where the engine sleeps, its copies are gone
+        kept = set() if self.hooks.sleeps else set(folders)
+        for name in set(self._named_adapters) - kept:
+            self._llm.llm_engine.remove_lora(self._named_adapters.pop(name).lora_int_id)
+        for name in folders.keys() - self._named_adapters.keys():
+            self._named_adapters[name] = self._add_adapter(name, folders[name])
+
+    def find_adapter_slot(self, name: str = "") -> int:
+        """See `StepEngine`."""
+        request = self._named_adapters[name] if name else self._adapter
+        assert request is not None
+        return self._runner.lora_manager._adapter_manager.lora_index_to_id.index(request.lora_int_id)
 
     def get_model(self) -> torch.nn.Module:
         """Return vLLM's model module of this rank, to be read and not changed; with `syncs_drafts` its drafts' too."""

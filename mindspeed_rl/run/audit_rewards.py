@@ -23,6 +23,11 @@ def derive_audit_rewards(rl: RLConfig, audit: AuditKeys) -> RLConfig:
         judge_model=audit.judge_model,
         judge_prompt=audit.judge_prompt,
         judge_parser=audit.judge_parser,
+        # one judge, asked once
+        judge_panel=[],
+        judge_repeats=1,
+        judge_temperature=0.0,
+        judge_quorum=None,
         judge_weight=1.0,
         # the check is of the answer, not of its length
         overlong_buffer_enable=False,

@@ -198,6 +198,8 @@ def _find_prefix_obstacle(cfg: RunConfig) -> str | None:
         return "the attention of transformers computes a prompt in each row"
     if actor.has_ring_attention:
         return "ring attention passes on slices of every sequence"
+    if actor.has_dynamic_context:
+        return "samples of a prompt that differ in length take different context-parallel sizes"
     if actor.mtp_num_layers:
         return "prediction layers read the token after a prompt, which differs between its samples"
     if rl.dropout_in_update:

@@ -85,6 +85,7 @@ def _read_numbers(run: Run, objective: Objective) -> dict[str, Any]:
         "trains_policy": term is None or term.trains_policy,
         "distillation_in_loss": term is not None and not term.use_policy_gradient,
         "distillation_coef": 0.0 if term is None else term.coef,
+        "supervised_coef": 0.0 if term is None else term.supervised_coef,
         "masks_by_entropy": objective.masks_by_entropy,
         "group_signal": objective.advantage.group_signal,
         "has_critic": objective.has_critic,

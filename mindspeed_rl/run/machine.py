@@ -14,8 +14,10 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.redaction import hide_in_text
+from mindspeed_rl.rewards.judge_addresses import list_judges
 from mindspeed_rl.run import Run
 
 _GIB = 1 << 30
@@ -33,7 +35,7 @@ def list_machine_checks(run: Run) -> Iterator[Callable[[], object]]:
     yield partial(_check_cache, run)
     yield partial(_check_offload_folder, run)
     if run.config.rl_config is not None and not run.config.is_supervised and run.rl.judge_url is not None:
-        yield partial(check_server, run.rl.judge_url, "rl_config.judge_url")
+        yield partial(_warn_of_judges, run.rl)
     for host, port in run.placement.servers:
         yield partial(check_server, f"http://{host}:{port}", "generate_config.vllm_server_host")
 
@@ -107,6 +109,29 @@ def check_server(url: str, key: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"{key}: {hide_in_text(url)} cannot be reached ({reason}); start the server before the run") from error
+
+
+def _warn_of_judges(rl: RLConfig) -> None:
+    for sentence in check_judges(rl):
+        print(f"warning: {sentence}", flush=True)
+
+
+def check_judges(rl: RLConfig) -> list[str]:
+    """Check that the judges take connections; return a sentence for each that cannot be reached and is not needed.
+
+    Raises:
+        ValueError: an address has another form, or fewer judges can be reached than the votes of a response need.
+    """
+    judges, errors = list_judges(rl.judge_url, rl.judge_model, rl.judge_panel), list[ValueError]()
+    for judge in judges:
+        try:
+            check_server(judge.url, judge.where)
+        except ValueError as error:
+            errors.append(error)
+    votes = rl.judge_repeats * (len(judges) - len(errors))
+    if errors and votes < (rl.judge_repeats * len(judges) if rl.judge_quorum is None else rl.judge_quorum):
+        raise errors[0]
+    return [f"{error}; until then the other judges decide (rl_config.judge_quorum)" for error in errors]
 
 
 def wait_for_servers(run: Run) -> None:

@@ -170,6 +170,8 @@ def build_distillation(keys: DistillationKeys) -> Distillation:
         weights=tuple(weight / total for weight in weights) or (1.0,),
         estimator=None if keys.loss_mode in TOP_K_KINDS else KL_ESTIMATORS[keys.loss_mode],
         teachers=tuple(keys.teacher_models),
+        on_policy_fraction=keys.on_policy_fraction,
+        supervised_coef=keys.supervised_coef if keys.on_policy_fraction < 1.0 else 0.0,
     )
 
 

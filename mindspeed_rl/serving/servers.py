@@ -422,13 +422,15 @@ class JudgeServers:
         if self.shares_devices:
             self._loop.run(self._call_all("sleep"))
 
-    def generate(self, requests: Sequence[Sequence[int]], sampling: Sampling) -> list[Generated | BaseException]:
-        """Return the reply to each request, or the error of one that the engine does not take.
+    def generate(
+        self, requests: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Generated | BaseException]:
+        """Return the reply to each request, with its seed, or the error of one that the engine does not take.
 
         Raises:
             WorkerError: no server is left, or the time of the phase is over.
         """
-        future = self._loop.start(self._generate_all(requests, sampling))
+        future = self._loop.start(self._generate_all(requests, sampling, seeds))
         waiting = self._monitor.start(Phases.JUDGE.name, self._pool.names)
         try:
             while not future.done():
@@ -443,11 +445,14 @@ class JudgeServers:
         waiting.finish()
         return future.result()
 
-    async def _generate_all(self, requests: Sequence[Sequence[int]], sampling: Sampling) -> list[Generated | BaseException]:
+    async def _generate_all(
+        self, requests: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Generated | BaseException]:
         if self.shares_devices:
             await self._call_all("wake")
         replies = await asyncio.gather(
-            *(self._pool.generate(tuple(ids), sampling, 0) for ids in requests), return_exceptions=True
+            *(self._pool.generate(tuple(ids), sampling, seed) for ids, seed in zip(requests, seeds, strict=True)),
+            return_exceptions=True,
         )
         if self.shares_devices:
             await self._call_all("sleep")

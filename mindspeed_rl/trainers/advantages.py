@@ -211,7 +211,8 @@ class Advantages:
             has_ratios=self._schedule.writes_ratios(iteration),
             marked=written.get("marked_tokens"),
         )
-        if prepared.has_old_log_probs and objective.log_rollout_offpolicy_metrics:
+        is_sampled = self._schedule.samples_responses(iteration)
+        if prepared.has_old_log_probs and objective.log_rollout_offpolicy_metrics and is_sampled:
             self._measure_mismatch(min(len(rows), _COMPARED_ROWS), metrics)
         for observer in self._observers:
             observer(prepared)

@@ -62,7 +62,7 @@ def read_evaluation_sampling(run: Run) -> EvaluationSampling:
     temperature = actor.eval_temperature
     if temperature is None:
         temperature = 0.0 if rl is None or rl.eval_greedy else None
-    return EvaluationSampling(temperature, actor.eval_n_samples)
+    return EvaluationSampling(temperature, actor.eval_n_samples, actor.eval_top_p, actor.eval_top_k)
 
 
 def compute_figures(

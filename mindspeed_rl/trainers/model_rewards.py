@@ -20,9 +20,10 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
-from mindspeed_rl.rewards.judge import JudgeError, JudgeForm, Score
+from mindspeed_rl.rewards.judge import JudgeError, JudgeForm, JudgeRequest, Opinion, Recent, Score
 from mindspeed_rl.rewards.pool import RewardFailureError
 from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardResult, RewardSample, RewardSettings
+from mindspeed_rl.rewards.scorer import ScorerError, read_score
 from mindspeed_rl.rewards.totals import JUDGE_PART, MODEL_PART
 from mindspeed_rl.run.models import check_judge_folder
 from mindspeed_rl.run.phases import Phases
@@ -86,9 +87,10 @@ def _add_judgements(
 
 
 class ServedJudge:
-    """Requests to a generative judge that the run serves: the prompts of responses, and the scores in its replies.
+    """Requests to a generative judge that the run serves: the prompts of responses, and the votes in its replies.
 
-    The form is the same as for a judge at an address (`rewards.judge`): template, parser, and one request for equal ones.
+    The form is the same as for a judge at an address (`rewards.judge`): template, parser, one request for equal ones, and
+    several votes where it is asked several times.
     """
 
     def __init__(self, settings: RewardSettings, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -112,8 +114,11 @@ class ServedJudge:
             raise ValueError(f"rl_config.judge_model: the tokenizer of {folder} has no chat template, which requests need")
         self._encoder = TextEncoder(self._tokenizer)
         self._marks = ContentMarks(self._encoder.names, self._write("question5041"))
-        keys = SamplingConfig(temperature=0.0, max_tokens=settings.judge_max_tokens)
+        keys = SamplingConfig(temperature=settings.judge_temperature, max_tokens=settings.judge_max_tokens)
         self._sampling = build_sampling(keys, folder, self._tokenizer)
+        self._names = [folder.name] * settings.judge_repeats
+        #: opinions of the last requests, by vote, which is the seed of the reply
+        self._opinions = [Recent[Opinion]() for _ in self._names]
 
     def read_rows(self, batch: Batch) -> list[RewardSample]:
         """Return the samples of rows of the data plane."""
@@ -132,20 +137,22 @@ class ServedJudge:
         Raises:
             RewardFailureError: more replies than `reward_failure_limit` allows have no score.
         """
-        texts = [self._form.prompt(sample) for sample in samples]
-        scores: dict[str, Score | Exception] = {text: self._form.scores[text] for text in texts if text in self._form.scores}
-        new = [text for text in dict.fromkeys(texts) if text not in scores]
-        requests = [self._encode(text) for text in new]
-        replies = fleet.generate_judgements(requests, self._sampling, in_rollout=in_rollout) if new else []
-        for text, reply in zip(new, replies, strict=True):
+        requests = [self._form.write_request(sample) for sample in samples]
+        votes = [dict[JudgeRequest, Opinion | Exception](known) for known in self._opinions]
+        new = [(vote, each) for vote, known in enumerate(votes) for each in dict.fromkeys(requests) if each not in known]
+        encoded, seeds = [self._encode(each.text) for _, each in new], [vote for vote, _ in new]
+        replies = fleet.generate_judgements(encoded, self._sampling, seeds, in_rollout=in_rollout) if new else []
+        for (vote, request), reply in zip(new, replies, strict=True):
             if isinstance(reply, BaseException):
-                scores[text] = JudgeError(f"the judge takes no such request: {reply}")
+                votes[vote][request] = JudgeError(f"the judge takes no such request: {reply}")
                 continue
             try:
-                scores[text] = self._form.read_reply(text, self._decode(reply.token_ids))
+                opinion = self._form.read_reply(request, self._decode(reply.token_ids))
             except Exception as error:  # noqa: BLE001 - any failure of a user's parser is a reply without a score
-                scores[text] = error
-        judged = [_read_judgement(scores[text]) for text in texts]
+                votes[vote][request] = error
+            else:
+                votes[vote][request] = self._opinions[vote][request] = opinion
+        judged = [self._judge(request, [known[request] for known in votes]) for request in requests]
         errors = [judgement.error for judgement in judged if judgement.error]
         if len(errors) > self._limit * len(judged):
             raise RewardFailureError(
@@ -159,6 +166,14 @@ class ServedJudge:
             metrics.add_spread("judge/reply_length", lengths)
         added = _add_judgements(results, judged, part=JUDGE_PART, weight=self.weight, failed_total=self._failed_total)
         return added, metrics
+
+    def _judge(self, request: JudgeRequest, opinions: Sequence[Opinion | Exception]) -> _Judgement:
+        try:
+            return _read_judgement(self._form.decide(request, self._names, opinions))
+        except JudgeError as error:
+            return _Judgement(error=str(error))
+        except Exception as error:  # noqa: BLE001 - of a user's parser
+            return _Judgement(error=f"{type(error).__name__}: {error}")
 
     def _encode(self, text: str) -> list[int]:
         """Encode a request; a response in it cannot end the request's turn, nor write the beginning of the judge's."""
@@ -176,15 +191,15 @@ class ServedJudge:
         return text
 
 
-def _read_judgement(score: Score | Exception) -> _Judgement:
-    if isinstance(score, Exception):
-        text = str(score) if isinstance(score, JudgeError) else f"{type(score).__name__}: {score}"
-        return _Judgement(error=text)
-    if not isinstance(score, Mapping):
-        return _Judgement(float(score))
+def _read_judgement(score: Score) -> _Judgement:
+    try:
+        found = None if score is None else read_score(score)
+    except ScorerError as error:
+        return _Judgement(error=f"judge_parser: {error}")
+    if found is None:
+        return _Judgement(error="judge_parser: it has no opinion")
     # as the parts of a reward function that returns a dict
-    parts = {f"{JUDGE_PART}/{name}": value for name, value in score.items() if name != "score"}
-    return _Judgement(float(score["score"]), parts)
+    return _Judgement(found[0], {f"{JUDGE_PART}/{name}": value for name, value in found[1].items()})
 
 
 @dataclass(frozen=True)

@@ -348,6 +348,9 @@ def _open_run_prompts(
         _check_teachers(run.rl.distillation, prompts)
         if (column := run.rl.distillation.teacher_prompt) is not None:
             prompts.add_prompts(column, tokenizer, PromptSettings.from_config(actor))
+        if run.rl.distillation.on_policy_fraction < 1.0:
+            limit = run.generate.max_model_len
+            prompts.add_responses(run.rl.distillation.response_column, tokenizer, PromptSettings.from_config(actor), limit)
     return prompts
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mindspeed_rl.config import RLConfig
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects
@@ -19,6 +19,7 @@ from mindspeed_rl.observability.run_files import AUDIT
 from mindspeed_rl.redaction import hide_in_record
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, select_reward_functions
+from mindspeed_rl.rewards.totals import list_components, read_part_weights
 from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_LOG = logging.getLogger(__name__)
+
+
 def open_audit_pool(run: Run) -> RewardPool | None:
     """Open the pool of the stricter functions; None for a run without an audit."""
     if not run.config.audit.has_check:
@@ -40,7 +44,7 @@ def open_audit_pool(run: Run) -> RewardPool | None:
 
 @dataclass(frozen=True)
 class _Audited:
-    """A response with both scores, as shares of their largest weights."""
+    """A response with both scores, as shares of the full scores."""
 
     item: PromptItem
     sample: RewardSample
@@ -74,8 +78,9 @@ class RewardAuditor:
         self._keys, self._folder = run.config.audit, run.folder
         self._items, self._pool, self._evaluator, self._read_sample = items, pool, evaluator, read_sample
         self._last, self._timeout_s = run.plan.train_iters or 0, run.deadlines.seconds["rewards"]
-        self._earned_scale = _sum_weights(run.rl)
-        self._audited_scale = 1.0 if pool is None else _sum_weights(derive_audit_rewards(run.rl, self._keys))
+        strict = derive_audit_rewards(run.rl, self._keys)
+        self._earned = _Shares("the reward", "audit.full_score", read_part_weights(run.rl), self._keys.full_score)
+        self._audited = _Shares("the stricter check", "audit.environment", dict(zip(*select_reward_functions(strict))))
 
     def is_due(self, iteration: int) -> bool:
         """Return True before the first iteration (0), every `interval` iterations, and after the last."""
@@ -84,7 +89,7 @@ class RewardAuditor:
     def run(self, iteration: int) -> Metrics:
         """Return audit/earned, audit/audited and audit/gap of the weights after this iteration, which is one where it is due.
 
-        Both are fractions of their largest weights; responses that one of the two cannot score are counted in audit/unscored.
+        Both are shares of the full scores; responses that one of the two cannot score are counted in audit/unscored.
         """
         assert self._pool is not None  # else no audit is due
         metrics = Metrics()
@@ -107,10 +112,11 @@ class RewardAuditor:
     def _pair(
         self, samples: Sequence[RewardSample], earned: Sequence[RewardResult], audited: Sequence[RewardResult]
     ) -> list[_Audited]:
+        shares = zip(self._items, samples, self._earned.measure(earned), self._audited.measure(audited))
         return [
-            _Audited(item, sample, ours.total / self._earned_scale, theirs.total / self._audited_scale)
-            for item, sample, ours, theirs in zip(self._items, samples, earned, audited)
-            if ours.total is not None and theirs.total is not None
+            _Audited(item, sample, ours, theirs)
+            for item, sample, ours, theirs in shares
+            if ours is not None and theirs is not None
         ]
 
     def _record(self, iteration: int, pairs: Sequence[_Audited]) -> None:
@@ -139,10 +145,36 @@ def select_audit_items(
     return [prompts[index] for index in range(min(len(prompts), run.config.audit.num_prompts))]
 
 
-def _sum_weights(rl: RLConfig) -> float:
-    """Return the sum of the positive weights of reward functions and judge: the total where each gives 1."""
-    weights = [weight for weight in select_reward_functions(rl)[1] if weight > 0]
-    return math.fsum(weights) or 1.0
+class _Shares:
+    """Totals as shares of the full score: the total where each part with a positive weight gives 1, or what the run file says.
+
+    Args:
+        subject: what gives the totals, for a warning.
+        key: key that is to be changed where a total is above the full score.
+        weights: weights of the parts.
+        full_score: largest total; None for the sum of the positive weights of the parts that there are.
+    """
+
+    def __init__(self, subject: str, key: str, weights: Mapping[str, float], full_score: float | None = None) -> None:
+        self._subject, self._key, self._weights, self._full_score = subject, key, weights, full_score
+        self._is_warned = False
+
+    def measure(self, results: Sequence[RewardResult]) -> list[float | None]:
+        """Return the share of each total, at most 1; None without a total. A larger total is warned of once."""
+        full = self._full_score
+        if full is None:
+            # rewards of environments and models are parts only where some response has them
+            weights, _ = list_components(self._weights, results)
+            full = math.fsum(weight for weight in weights if weight > 0) or 1.0
+        totals = [result.total for result in results]
+        largest = max((total for total in totals if total is not None), default=0.0)
+        if largest > full * (1 + 1e-6) and not self._is_warned:
+            self._is_warned = True
+            _LOG.warning(
+                "audit: a response has %g of %s, more than its full score %g, and counts as 1; see %s",
+                largest, self._subject, full, self._key,
+            )  # fmt: skip
+        return [None if total is None else min(total / full, 1.0) for total in totals]
 
 
 class ResponseDiversity:

@@ -14,11 +14,13 @@ from mindspeed_rl.rollout.requests import Sampling, sample_seed
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.data_responses import MixedRollout
 from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.group_sources import PartialSource, Requests, StreamingSource
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
+from mindspeed_rl.trainers.response_mixture import ResponseMixture
 from mindspeed_rl.trainers.rollout import FilteredRollout, GroupFilter, Rollout, SynchronousRollout
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.responses import get_sampling_seed
@@ -94,6 +96,8 @@ def build_rollout(
         source = PartialSource(continue_in_order, requests, admission, slice_tokens, rl.over_sample_rate)
     else:
         synchronous = SynchronousRollout(actors, rewards, loader, plan.num_samples, blocking=rl.blocking)
+        if (mixture := ResponseMixture.choose(run)) is not None:
+            return MixedRollout(mixture, synchronous, plane, rewards, loader, plan.n_samples_per_prompt)
         if group_filter is None:
             return synchronous
         return FilteredRollout(run, plane, loader, synchronous, group_filter, model_rewards)

@@ -13,6 +13,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.rules.resume_rules import list_keys_on_resume
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.old_policy import Agreement, OldPolicy
+from mindspeed_rl.trainers.response_mixture import ResponseMixture
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
 
@@ -83,6 +84,7 @@ class Schedule:
         recorded = objective.reads_rollout_policy and objective.old_log_probs_check_fraction > 0
         self._agreement = Agreement.choose(run) if is_comparable and not recorded else None
         self.old_policy = OldPolicy.choose(run)
+        self._mixture = ResponseMixture.choose(run)
         self.needs_ref = objective.needs_ref
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
@@ -110,8 +112,9 @@ class Schedule:
             "entropies": "entropies" in self.objective.needs,
             "marked_tokens": self.objective.loss.marks is not None,
         }
-        columns = ["advantages", "rollout_log_probs", "scored_mask", "loss_mask"]
-        columns += [] if self.objective.distillation is None else self.objective.distillation.columns
+        term, is_sampled = self.objective.distillation, self.samples_responses(iteration)
+        columns = ["advantages", *(["rollout_log_probs"] if is_sampled else []), "scored_mask", "loss_mask"]
+        columns += [] if term is None else term.columns
         return UpdatePlan(
             steps=self.steps(iteration),
             kl_coef=self.kl.coef,
@@ -119,7 +122,12 @@ class Schedule:
             columns=(*columns, *(name for name, is_read in optional.items() if is_read)),
             iteration=iteration,
             records_log_probs=self.writes_ratios(iteration),
+            supervised_coef=0.0 if term is None or is_sampled else term.supervised_coef,
         )
+
+    def samples_responses(self, iteration: int) -> bool:
+        """Return False where the iteration trains on the responses of the data, which no engine sampled."""
+        return self._mixture is None or self._mixture.is_sampled(iteration)
 
     def computes_old_log_probs(self, iteration: int) -> bool:
         """Return True when the update needs them, or the rollout is saved with them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.data.prompts import PromptItem
@@ -16,6 +17,7 @@ from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport, add_drafts
+from mindspeed_rl.workers.opponent_pool import OpponentPool
 from mindspeed_rl.workers.rollout_replica import RolloutReplica
 from mindspeed_rl.workers.trainer_worker import ActorPhases
 
@@ -39,6 +41,12 @@ class ActorWorker(ActorPhases):
         self._adapters: AdapterFolder | None = None
         if run.generate.lora_push == "adapter":
             self._adapters = AdapterFolder(self.actor.require_adapters(), str(self.source.hf_folder))
+        if run.rl.opponents.roles:
+            self.rollout.opponents = pool = OpponentPool(
+                run.rl.opponents, run.config.actor_config.save, self.actor.engine.device
+            )
+            if iteration := self.resumed_state().get("iteration", 0):
+                pool.restore(Path(self.source.weights), iteration)
         self.actor.restore_random()
 
     def resident_bytes(self) -> Mapping[str, int]:
@@ -78,7 +86,7 @@ class ActorWorker(ActorPhases):
         with self.memory.exchange():
             self.rollout.engine.restore_memory("weights")
         with self.actor.averaged() if average else nullcontext():
-            num_proven = self.rollout.load(self.actor.stream, version, self._adapters)
+            num_proven = self.rollout.load(self.actor.stream, version, self._adapters, is_average=average)
         self.offload_all()
         # only now: the actor's weights were in the memory of the cache
         with self.memory.exchange():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.keys.deadlines import DEFAULTS
+from mindspeed_rl.config.keys.rl import OpponentKeys
 from mindspeed_rl.data.images import ImageReader, read_references
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, choose_thinking, load_template
@@ -21,6 +22,7 @@ from mindspeed_rl.dataplane.columns import Batch, objects
 from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, SingleTurn, Task
+from mindspeed_rl.rollout.opponents import choose_held_out_opponent, choose_opponent
 from mindspeed_rl.rollout.requests import EvaluationSampling, Sampling, sample_seed
 from mindspeed_rl.run import Run
 from mindspeed_rl.tools.agent_program import check_program
@@ -64,6 +66,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         multi_turn_scheduler=rl.multi_turn_scheduler,
         external_plugins=tuple(rl.external_plugins),
         environment=rl.environment,
+        opponent_roles=tuple(rl.opponents.roles),
         agent=rl.agent,
         folders=tuple(map(str, run.config.plugin_folders)),
         tool_parser=choose_parser(rl, turns),
@@ -230,7 +233,9 @@ def list_task_columns(run: Run, agents: AgentRunner) -> list[str]:
     return list(TASK_COLUMNS if agents.loop.reads_rows or run.config.reads_images else TASK_COLUMNS[:1])
 
 
-def build_row_tasks(run: Run, batch: Batch, rows: Sequence[int], rollout_index: int, sampling: Sampling) -> list[Task]:
+def build_row_tasks(
+    run: Run, batch: Batch, rows: Sequence[int], rollout_index: int, sampling: Sampling, snapshots: Sequence[int] = ()
+) -> list[Task]:
     """Return the tasks of rows of the data plane.
 
     Args:
@@ -239,7 +244,9 @@ def build_row_tasks(run: Run, batch: Batch, rows: Sequence[int], rollout_index: 
         rows: indexes at the data plane.
         rollout_index: index of the rollout in the run, a part of the seeds.
         sampling: sampling parameters of the responses.
+        snapshots: versions of earlier weights that may play a role.
     """
+    keys = run.rl.opponents
     group, seed = run.plan.n_samples_per_prompt, get_sampling_seed(run)
     labels = objects(batch["labels"]) if "labels" in batch else [None] * len(rows)
     extra = objects(batch["extra"]) if "extra" in batch else [{}] * len(rows)
@@ -250,6 +257,7 @@ def build_row_tasks(run: Run, batch: Batch, rows: Sequence[int], rollout_index: 
             sample_seed(seed, rollout_index, row // group, row % group),
             label,
             columns,
+            opponent=choose_opponent(keys, snapshots, f"{seed}/{rollout_index}/{row // group}/opponent") if snapshots else None,
         )
         for row, ids, label, columns in zip(rows, batch["prompt_ids"], labels, extra, strict=True)
     ]
@@ -284,8 +292,20 @@ class LengthOrder:
         self._means |= {prompt: statistics.fmean(values) for prompt, values in by_prompt.items()}
 
 
-def build_item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, evaluation: EvaluationSampling) -> list[Task]:
-    """Return the tasks of an evaluation, a prompt's adjacent, with the seeds of `mindspeed-rl evaluate`."""
+def build_item_tasks(
+    items: Sequence[PromptItem],
+    sampling: Sampling,
+    seed: int,
+    evaluation: EvaluationSampling,
+    opponents: OpponentKeys | None = None,
+    snapshots: Sequence[int] = (),
+) -> list[Task]:
+    """Return the tasks of an evaluation, a prompt's adjacent, with the seeds of `mindspeed-rl evaluate`.
+
+    Args:
+        opponents: keys of the opponents, where there are snapshots.
+        snapshots: versions of earlier weights that may play a role.
+    """
     sampling = evaluation.apply(sampling)
     return [
         Task(
@@ -294,6 +314,7 @@ def build_item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int,
             sample_seed(seed, 0, index, sample),
             item["label"],
             item["columns"],
+            opponent=choose_held_out_opponent(opponents, snapshots, index) if opponents is not None and snapshots else None,
         )
         for index, item in enumerate(items)
         for sample in range(evaluation.num_samples)

@@ -194,20 +194,21 @@ class Fleet:
         return self.dedicated.get("reward", self.actor).call(Phases.MODEL_SCORES, prompts, responses)
 
     def generate_judgements(
-        self, requests: Sequence[Sequence[int]], sampling: Sampling, *, in_rollout: bool
+        self, requests: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], *, in_rollout: bool
     ) -> list[Generated | BaseException]:
         """Return the served judge's reply to each request, or the error of one that is refused.
 
         Args:
             requests: token ids.
             sampling: sampling parameters of the replies.
+            seeds: seed of each reply.
             in_rollout: the rollout engines have their memory, and need it afterwards.
         """
         assert self.judge is not None
         in_turn = in_rollout and self.judge.shares_devices and self.servers is None
         if in_turn:
             self.actor.call(Phases.FINISH_ROLLOUT)
-        replies = self.judge.generate(requests, sampling)
+        replies = self.judge.generate(requests, sampling, seeds)
         if in_turn:
             self.actor.call(Phases.RESTORE_ROLLOUT)
         return replies

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 import vllm
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from vllm import EngineArgs
 
 from mindspeed_rl import platform
@@ -27,11 +28,7 @@ from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.resharding.adapters import (
-    AdapterFolder,
-    BaseLoader,
-    find_differing_adapters,
-)
+from mindspeed_rl.resharding.adapters import ADAPTER_FILE, AdapterFolder, BaseLoader, find_differing_adapters
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
@@ -43,6 +40,7 @@ from mindspeed_rl.rollout.arguments import EngineArguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.module_engine import ModuleEngine
+from mindspeed_rl.rollout.opponents import name_snapshot
 from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialResponse
 from mindspeed_rl.rollout.requests import EvaluationSampling, Sampling
 from mindspeed_rl.rollout.step_engine import StepEngine
@@ -53,6 +51,7 @@ from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import add_sync_bytes
 from mindspeed_rl.scratch import scratch_folder
 from mindspeed_rl.workers.agents import LengthOrder, build_agents, build_item_tasks, build_row_tasks, list_task_columns
+from mindspeed_rl.workers.opponent_pool import OpponentPool
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics, read_image_rules
 from mindspeed_rl.workers.routing import build_routing_columns
 from mindspeed_rl.workers.update_plan import split_rows
@@ -88,7 +87,7 @@ def build_vllm(
     run_id: str,
     *,
     engine_class: type[VllmEngine] = VllmEngine,
-    num_adapters: int = 1,
+    num_adapters: int | None = None,
 ) -> StepEngine:
     """Return vLLM's engine.
 
@@ -98,8 +97,9 @@ def build_vllm(
         tokenizer: tokenizer of the actor.
         run_id: unique to the run and equal on all its ranks.
         engine_class: class of the engine.
-        num_adapters: adapters that a step can compute together, where they are pushed as such.
+        num_adapters: adapters that a step can compute together, where they are pushed as such; None for those of the run.
     """
+    num_adapters = 1 + run.rl.opponents.num_snapshots if num_adapters is None else num_adapters
     config, actor = run.generate, run.models["actor"]
     replays = run.rl.router_replay.mode == "R3"
     key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
@@ -166,6 +166,7 @@ class RolloutReplica:
         order: in which the samples of a dispatch start.
         is_output: True on the rank that returns the replica's responses.
         push: the way of the weights to this rank's engine; None before the first `load`.
+        opponents: snapshots of the adapter that play roles of the environment; None where none do.
         swaps_memory: True where engine and training take turns in memory: on devices, and on the CPU only when the run file
             offloads training weights.
     """
@@ -205,6 +206,7 @@ class RolloutReplica:
         group = _make_group(self.layout.replica_groups())
         self.in_process = InProcessEngine(self.engine, group, self.replica * self.layout.tensor)
         self.push: WeightPush | None = None
+        self.opponents: OpponentPool | None = None
         self.reconfigure(run, plane)
 
     def reconfigure(self, run: Run, plane: DataPlane | None) -> None:
@@ -224,7 +226,13 @@ class RolloutReplica:
     # ------------------------------------------------------------------ weights
 
     def load(
-        self, stream: WeightSource, version: int, adapters: AdapterFolder | None = None, *, base_only: bool = False
+        self,
+        stream: WeightSource,
+        version: int,
+        adapters: AdapterFolder | None = None,
+        *,
+        base_only: bool = False,
+        is_average: bool = False,
     ) -> int:
         """Load the weights of the stream into the engine; returns how many parameters were proven to have arrived.
 
@@ -233,6 +241,7 @@ class RolloutReplica:
             version: version of the weights.
             adapters: are loaded next to the weights, which are those without them; None merges them.
             base_only: the weights are those without adapters, which come later and one by one.
+            is_average: they are a moving average of that version, which is no opponent.
         """
         self.engine.restore_memory("weights")
         self.in_process.load(lambda model: self._write(model, stream, base_only or adapters is not None), version)
@@ -243,8 +252,24 @@ class RolloutReplica:
         if adapters is not None:
             adapters.write()
             self.engine.load_adapter(adapters.path, version)
-            num_proven += self._prove_adapters(model, adapters)
+            num_proven += self._prove_adapters(model, adapters.tensors, adapters.scale)
+            num_proven += self._load_opponents(model, adapters, None if is_average else version)
         return num_proven
+
+    def _load_opponents(self, model: nn.Module, adapters: AdapterFolder, version: int | None) -> int:
+        """Give the engine the snapshots, these adapters too where they are to be one; return how many matrices it has of them.
+
+        Args:
+            version: version of the adapters; None where they are to be no snapshot.
+        """
+        if self.opponents is None:
+            return 0
+        if version is not None:
+            self.opponents.take(version, adapters)
+        folders = {name_snapshot(each): folder for each, folder in self.opponents.folders.items()}
+        self.engine.load_named_adapters(folders)
+        files = {name: load_file(folder / ADAPTER_FILE) for name, folder in folders.items()}
+        return sum(self._prove_adapters(model, tensors, adapters.scale, name) for name, tensors in files.items())
 
     def add_push(self, metrics: Metrics, adapters: AdapterFolder | None = None) -> None:
         """Add the bytes that the last weight sync brought to this rank."""
@@ -271,15 +296,20 @@ class RolloutReplica:
             )
         self.push.write(model, load)
 
-    def _prove_adapters(self, model: nn.Module, adapters: AdapterFolder) -> int:
-        """Return how many matrices of adapters the engine has, all of them as they were trained.
+    def _prove_adapters(self, model: nn.Module, tensors: Mapping[str, Tensor], scale: float, name: str = "") -> int:
+        """Return how many matrices of an adapter the engine has, all of them as they were trained.
+
+        Args:
+            tensors: tensors of the adapter's file.
+            scale: factor of B A.
+            name: its name in the engine.
 
         Raises:
             WeightDeliveryError: on every rank, where an engine has others.
         """
         tp = self.layout.tensor
         mine, count = find_differing_adapters(
-            model, adapters.tensors, adapters.scale, self.dtype, rank=self.rank % tp, num_ranks=tp
+            model, tensors, scale, self.dtype, rank=self.rank % tp, num_ranks=tp, slot=self.engine.find_adapter_slot(name)
         )
         device = next(model.parameters()).device
         reports = [json.loads(text) for text in Exchange.from_world().all_gather(json.dumps(mine), device)]
@@ -336,7 +366,7 @@ class RolloutReplica:
             yield self._generate_batch(rollout_index, rows, batch)
 
     async def _generate_batch(self, rollout_index: int, indexes: Sequence[int], batch: Batch) -> Metrics:
-        tasks = build_row_tasks(self.run, batch, indexes, rollout_index, self.engine.sampling)
+        tasks = build_row_tasks(self.run, batch, indexes, rollout_index, self.engine.sampling, self._list_snapshots())
         order = self.order.arrange(tasks)
         self._num_started += len(tasks)
         started = {index: asyncio.ensure_future(self._sample(tasks[index])) for index in order}
@@ -353,6 +383,9 @@ class RolloutReplica:
         if self.engine.fell_back_to_eager:
             metrics.add_max("rollout/eager", 1.0)
         return metrics
+
+    def _list_snapshots(self) -> tuple[int, ...]:
+        return () if self.opponents is None else self.opponents.versions
 
     async def _sample(self, task: Task) -> Trajectory:
         """Generate a response, and show that it is done."""
@@ -393,7 +426,9 @@ class RolloutReplica:
             seed: the seeds of the samples are derived from it.
             evaluation: temperature and number of responses to each prompt.
         """
-        tasks = build_item_tasks(items, self.engine.sampling, seed, evaluation)[self.replica :: self.num_replicas]
+        tasks = build_item_tasks(
+            items, self.engine.sampling, seed, evaluation, self.run.rl.opponents, self._list_snapshots()
+        )[self.replica :: self.num_replicas]
 
         async def generate_all() -> list[Trajectory]:
             trajectories = await asyncio.gather(*(self.agents.sample(self.in_process, task) for task in tasks))

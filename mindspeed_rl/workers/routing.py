@@ -14,6 +14,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mindspeed_rl.algorithms.mismatch import measure_experts
+from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.interface import Engine
@@ -27,6 +29,8 @@ from mindspeed_rl.run.columns import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.workers.replica import Replica
 
+#: rows of an iteration whose log-probs are compared by the agreement of their experts
+_COMPARED_ROWS = 64
 _Output = tuple[list[Tensor], ...] | None
 
 
@@ -38,6 +42,7 @@ class RolloutRouting:
         engine.add_part(self._layers)
         self._replica, model_config = replica, engine.model.plan.model_config
         self._topk, self._dtype = model_config.moe_router_topk, _choose_dtype(model_config)
+        self._differences = Metrics()
         # a column for each stage: experts in the layers of other stages would be most of the transfer
         self._column = name_routed_column(parallel_state.get_pipeline_model_parallel_rank())
 
@@ -49,8 +54,35 @@ class RolloutRouting:
         indexes: Sequence[int],
         outputs: HeadOutputs | None = None,
     ) -> _Output:
-        """Compute the pass of the old log-probs over these rows of the data plane; see `Engine.forward`."""
-        return engine.forward(self._add_experts(Phases.ACTOR_LOG_PROBS.consumer, rows, indexes), batching, outputs)
+        """Compute the pass of the old log-probs over these rows of the data plane; see `Engine.forward`.
+
+        The first rows are compared with the engine's log-probs, by agreement of the experts in the layers of the last stage.
+        """
+        routed = self._add_experts(Phases.ACTOR_LOG_PROBS.consumer, rows, indexes)
+        if not indexes or indexes[0] >= _COMPARED_ROWS:
+            return engine.forward(routed, batching, outputs)
+        with self._layers.recording() as recording:
+            output = engine.forward(routed, batching, outputs)
+        chosen = self._layers.gather_recording(recording, routed)
+        recorded = self._replica.fetch(Phases.ACTOR_LOG_PROBS.consumer, ["rollout_log_probs", "response_mask"], indexes)
+        if output is not None and self._replica.is_output:
+            self._compare(output[0], routed, chosen, recorded)
+        return output
+
+    def _compare(self, log_probs: Sequence[Tensor], rows: Rows, chosen: Sequence[Tensor], recorded: Batch) -> None:
+        """Add by how much trainer and engine differ about tokens of rows with one sequence."""
+        assert rows.routing is not None
+        for index, computed in enumerate(log_probs):
+            if len(rows.sequence_lengths[index]) > 1:
+                continue
+            # the position before a token predicts it
+            first = rows.prompt_lengths[index] - 1
+            places = slice(first, first + len(computed))
+            mask = torch.as_tensor(recorded["response_mask"][index]).bool()
+            theirs = torch.as_tensor(recorded["rollout_log_probs"][index])
+            experts = chosen[index][places], rows.routing[index][places]
+            for name, total, count in measure_experts(computed, theirs, mask, *experts):
+                self._differences.add_mean(name, total, count)
 
     def for_update(self, rows: Rows) -> Rows:
         """Return the rows of an update, with their experts; column `row` has the index of each row."""
@@ -61,6 +93,8 @@ class RolloutRouting:
         agreed, compared = self._layers.take_agreement()
         if compared:
             metrics.add_mean("router/agreement", agreed, compared)
+        metrics.merge(self._differences)
+        self._differences = Metrics()
 
     def _add_experts(self, consumer: str, rows: Rows, indexes: Sequence[int]) -> Rows:
         """Return the rows with [tokens of the sequences, layers, k] each; -1 for tokens after the routed ones of a sequence."""

@@ -156,7 +156,9 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         """Make all optimizer steps of the iteration on this replica's share of their rows."""
         actor, objective, metrics = self.actor, self.run.objective, Metrics()
         assert objective is not None
-        loss = partial(policy_loss, objective=replace(objective, kl_coef=plan.kl_coef))
+        term = objective.distillation
+        term = None if term is None else replace(term, supervised_coef=plan.supervised_coef)
+        loss = partial(policy_loss, objective=replace(objective, kl_coef=plan.kl_coef, distillation=term))
         batch: Callable[[LossInputs], PolicyBatch] = partial(PolicyBatch.from_inputs, entropy_threshold=plan.entropy_threshold)
         recorded = _RecordedLogProbs()
         if plan.records_log_probs:

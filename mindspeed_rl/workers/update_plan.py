@@ -18,6 +18,7 @@ class UpdatePlan:
         columns: columns of the data plane that the policy loss reads.
         iteration: index of the iteration, from 0.
         records_log_probs: the rows get the log-probs of their last step, as the column update_log_probs.
+        supervised_coef: this iteration's weight of the supervised loss next to a divergence from teachers.
     """
 
     steps: list[list[int]]
@@ -26,6 +27,7 @@ class UpdatePlan:
     columns: tuple[str, ...]
     iteration: int = 0
     records_log_probs: bool = False
+    supervised_coef: float = 0.0
 
 
 def _balance_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:

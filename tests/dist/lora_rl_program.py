@@ -11,6 +11,8 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import build_run_config
+from mindspeed_rl.config.keys.rl import OpponentKeys
 from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.runtime.process import prepare_process
@@ -116,10 +119,27 @@ def tampered(worker: Any) -> str:
     layer = next(module for module in model.modules() if hasattr(module, "lora_b_stacked"))
     layer.lora_b_stacked[0].view(torch.int32).view(-1)[0] ^= 1
     try:
-        replica._prove_adapters(model, worker._adapters)
+        replica._prove_adapters(model, worker._adapters.tensors, worker._adapters.scale)
     except WeightDeliveryError as error:
         return str(error)
     return "nothing"
+
+
+def play_past(worker: Any, prompts: Sequence[torch.Tensor], versions: Sequence[int | None]) -> list[list[list[int]]]:
+    """Responses of each snapshot, None for the present weights, to the prompts, all with the same seeds and in one batch."""
+    from mindspeed_rl.rollout.opponents import name_snapshot
+
+    engine, names = worker.rollout.engine, {}
+    for version in versions:
+        adapter = "" if version is None else name_snapshot(version)
+        for index, prompt in enumerate(prompts):
+            name = f"{version}/{index}"
+            engine.add_request(name, prompt.tolist(), replace(engine.sampling, adapter=adapter), index)
+            names[name] = (version, index)
+    done: dict[tuple[int | None, int], list[int]] = {}
+    while len(done) < len(names):
+        done |= {names[name]: completion.token_ids for name, completion in engine.step()}
+    return [[done[version, index] for index in range(len(prompts))] for version in versions]
 
 
 def main(port: str, folder: str, result: Path, lora_push: str, engine: str) -> None:
@@ -129,7 +149,11 @@ def main(port: str, folder: str, result: Path, lora_push: str, engine: str) -> N
     prepare_process(("train", "rollout"), cfg.actor_config)
     from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.actor_worker import ActorWorker
+    from mindspeed_rl.workers.opponent_pool import OpponentPool
+    from mindspeed_rl.workers.rollout_replica import ENGINES, build_vllm
 
+    keys, saved = OpponentKeys(roles=["any"], interval=1, size=2), str(result.parent / f"saved_{lora_push}")
+    ENGINES["vllm"] = partial(build_vllm, num_adapters=1 + keys.num_snapshots)
     worker = ActorWorker(plan_models(resolve(cfg, platform="cpu")), plane, "lora", rank=0)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 90, (6,), generator=generator) for _ in range(ROWS // 2) for _ in range(2)]
@@ -137,7 +161,11 @@ def main(port: str, folder: str, result: Path, lora_push: str, engine: str) -> N
     base = read_base(worker.roles.actor)
     results: dict[str, Any] = {"has_reference": worker.roles.ref is not None}
 
+    if lora_push == "adapter":
+        worker.rollout.opponents = OpponentPool(keys, saved, torch.device("cpu"))
     results["proven"] = worker.push_weights(0).metrics["rollout/proven_parameters"].value
+    if lora_push == "adapter":
+        (results["at_start"],) = play_past(worker, prompts, [None])
     worker.generate(0)
     worker.compute_log_probs("actor", ROWS)
     worker.compute_log_probs("ref", ROWS)
@@ -164,6 +192,16 @@ def main(port: str, folder: str, result: Path, lora_push: str, engine: str) -> N
     worker.generate(1)
     worker.compute_log_probs("actor", ROWS)
     results["rollout_gap_after_update"] = largest_gap(plane.column("rollout_log_probs"), plane.column("old_log_probs"))
+    if lora_push == "adapter":
+        results["proven_with_past"] = worker.push_weights(1).metrics["rollout/proven_parameters"].value
+        results["past"] = play_past(worker, prompts, [0, 1, None])
+        restored = OpponentPool(keys, None, torch.device("cpu"))
+        restored.restore(Path(saved), 1)
+        results["restored"] = [
+            (folder / name).read_bytes() == (worker.rollout.opponents.folders[version] / name).read_bytes()
+            for version, folder in restored.folders.items()
+            for name in ("adapter_config.json", "adapter_model.safetensors")
+        ]
     results["tampered"] = tampered(worker) if lora_push == "adapter" else ""
     after = read_base(worker.roles.actor)
     results["base_unchanged"] = after.keys() == base.keys() and all(torch.equal(after[name], base[name]) for name in base)

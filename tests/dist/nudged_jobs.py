@@ -80,12 +80,12 @@ def agree(setting: Setting) -> dict[str, Any]:
         cached = _count_cached(pair.rollout)
         trajectories = _trajectories(pair.rollout)
         routing = build_routing_columns(pair.engine.model.plan, trajectories)
-        plane = LocalPlane(len(trajectories), [ROUTED_LENGTHS, name_routed_column(0)])
+        columns = build_response_columns(trajectories)
+        compared = {name: columns[name] for name in ("rollout_log_probs", "response_mask")}
+        plane = LocalPlane(len(trajectories), [ROUTED_LENGTHS, name_routed_column(0), *compared])
         numbers = list(range(len(trajectories)))
-        plane.put(routing, numbers)
-        rows = _build_rows(
-            {name: pack(values) for name, values in build_response_columns(trajectories).items() if name != "trajectories"}
-        )
+        plane.put(routing | compared, numbers)
+        rows = _build_rows({name: pack(values) for name, values in columns.items() if name != "trajectories"})
         own = pair.engine.forward(rows, setting.batching)
         replay = RolloutRouting(pair.engine, Replica(plane, 10.0, by_stage=True))  # pyrefly: ignore[bad-argument-type]
         replayed = replay.forward(pair.engine, rows, setting.batching, numbers)

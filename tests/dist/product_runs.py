@@ -153,6 +153,7 @@ INGREDIENTS = [
     # batches
     Ingredient("padded", _rl(use_remove_padding=False), _SAME),
     Ingredient("budget", _rl(use_dynamic_bsz=True, max_packing_token_size=96), _SAME),
+    Ingredient("dynamic_context", _train(dynamic_context_parallel=True), _SAME, needs=("ring|ulysses", "budget")),
     Ingredient("prefixes", _rl(use_prefix_grouper=True), _SAME),
     Ingredient("mini_batches", _rl(mini_batch_size=2, epochs=2), _REFERENCE),
     Ingredient("shuffled", _rl(shuffle_mini_batch=True), _REFERENCE, needs=("mini_batches",)),

@@ -554,7 +554,9 @@ class Comparison:
         for each in (each for each in made if each.sampling.temperature is None):
             rows = [_make_row(trajectory) for trajectory in each.trajectories]
             low = sum(product_rewards.low(row.response) for row in rows) / len(rows)
-            earned = sum(map(self._run.score, rows)) / len(rows) / 1.5
+            # of both functions, and of the environment's points where there are any
+            full = 2.5 if self._run.names & {"agents", "roles"} else 1.5
+            earned = sum(min(self._run.score(row) / full, 1.0) for row in rows) / len(rows)
             if metrics:
                 assert math.isclose(metrics["audit/audited"], low, abs_tol=1e-6), (metrics["audit/audited"], low)
                 assert math.isclose(metrics["audit/earned"], earned, abs_tol=1e-6), (metrics["audit/earned"], earned)

@@ -70,8 +70,14 @@ def test_an_iteration_trains_adapters_against_the_model_without_them(tmp_path: P
     assert content["rollout_gap"] < 1e-4
     assert content["rollout_gap_after_update"] < 1e-4
     if lora_push == "adapter":
+        # opponents: each snapshot samples what the weights of its version did, in one batch with the others
+        at_start, (first, second, present) = content["at_start"], content["past"]
+        assert first == at_start and second == present and first != present
+        assert content["proven_with_past"] == 7 * 2 + 2 + 3 * 2 * 7 * 2
+        assert content["restored"] == [True] * 4
         # 15 parameters without the tied head; A and B of the seven projections of two layers
-        assert content["proven"] == 7 * 2 + 2 + 2 * 7 * 2
+        # of the trained adapter and of its first snapshot
+        assert content["proven"] == 7 * 2 + 2 + 2 * (2 * 7 * 2)
         assert (
             "1 adapters of the rollout engine differ from those trained: model.layers.0.self_attn.q_proj" in content["tampered"]
         )

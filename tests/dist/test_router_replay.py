@@ -156,6 +156,9 @@ def test_trainer_agrees_with_an_engine_whose_routing_was_nudged_only_by_replay(
     assert max(report["own"]) > 0.05
     assert max(report["replayed"]) < 1e-4, report["replayed"]
     assert 0.3 < report["metrics"]["router/agreement"] < 0.95
+    # by agreement of a token's experts: whatever the routers would choose, replayed tokens are equal
+    by_agreement = {name: value for name, value in report["metrics"].items() if name.startswith("mismatch/experts/")}
+    assert len(by_agreement) > 1 and max(by_agreement.values()) < 1e-4
     # long prompts came from the cache of prefixes, with the experts of whoever computed them
     assert max(report["cached"]) > 100
     assert report["types"] == {"routed_lengths": "torch.int64", "routed_experts_0": "torch.uint8"}

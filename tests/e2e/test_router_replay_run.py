@@ -41,6 +41,8 @@ def _check(command: Command, replays: bool) -> None:
 def test_a_run_in_each_mode(task: Path, tmp_path: Path, mode: str) -> None:
     command = finished(task, tmp_path / "run", *ONE_PROCESS, *_MODEL, *_STEPS, f"rl_config.router_replay.mode={mode}")
     _check(command, mode != "disabled")
+    # only the engine's experts are compared with the trainer's
+    assert all(("mismatch/experts/100" in record) == (mode == "R3") for record in command.metrics)
 
 
 @pytest.mark.slow

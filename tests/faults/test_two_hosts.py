@@ -210,6 +210,17 @@ def test_a_run_over_two_hosts_equals_a_run_on_a_single_host(
     assert_same_figures(run, whole)
 
 
+@pytest.mark.slow
+def test_a_replica_over_two_hosts_equals_one_on_a_single_host(task: Path, tmp_path: Path, hosts: list[Host]) -> None:
+    """Each host has one of the two tensor-parallel ranks of the trainer and of the only engine."""
+    keys = ["rl_config.actor_resource.num_npus=2", "megatron_training.train_iters=2"]
+    expected = finished(task, tmp_path / "one", *SPREAD, *keys).metrics
+    with launched(task, tmp_path / "run", hosts, *keys, cpus=1) as run:
+        assert run.wait() == [0, 0], run.output[-6000:]
+        assert run.leftovers() == []
+    assert_same_figures(run, expected)
+
+
 def assert_same_figures(run: Launched, expected: list[dict[str, Any]]) -> None:
     for ours, theirs in zip(run.metrics, expected, strict=True):
         close = {name: pytest.approx(theirs[name], rel=1e-5, abs=1e-6) for name in FIGURES}

@@ -85,6 +85,7 @@ ON_HOST = {
     "longest_first": "the order of requests",
     "use_dp_batch_balance": "which rank has which row",
     "distillation": "terms of the loss and who computes its columns",
+    "opponents": "which adapter of the engine a request names; several at a time are those of serve_config.num_models",
     "stop": "decoded text on the host",
     "load_checkpoint_loosely": "which tensors a checkpoint may lack",
     "process_reward_aggregation": "how the scores of a response's steps become one",
@@ -185,7 +186,7 @@ def spell(value: object) -> str:
 @functools.cache
 def list_switches() -> tuple[Switch, ...]:
     """Return all switches, in the order of the groups and of their keys."""
-    read = {name for path in list_device_modules() for name in _read_names(path)}
+    read = {name for path in list_device_modules() for name in _read_names(path)} - ON_HOST.keys()
     # a key of which others depend decides for these modules, wherever it is read
     keys = {name: key for owner in GROUPS.values() for name, key in list_keys(owner).items()}
     read |= {key.needs[0] for name, key in keys.items() if name in read and key.needs and key.needs[0] in keys}

@@ -114,6 +114,7 @@ VALUES_ELSEWHERE: dict[str, dict[str, str]] = {
         "seq-mean-token-sum": "dr_grpo",
         "seq-mean-token-sum-norm": "dr_grpo",
         "vanilla": "grpo",
+        "ppo": "dapo",
         "geo_mean": "gmpo",
     },
     "stage": {

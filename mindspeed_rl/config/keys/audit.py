@@ -30,6 +30,12 @@ class AuditKeys:
     environment: str | None = key(None,
         "environment that plays the responses again, one of the stricter functions: module:Class, or a YAML file with it",
         "重新评判回答的环境，作为更严格的函数之一：module:Class 或包含它的 YAML 文件", on_resume="exact")
+    full_score: float | None = key(None,
+        "largest total reward of a response, of which audit/earned is the share; when unset the sum of the positive weights of "
+        "functions, judge and environment, each of which gives at most 1; needed with a reward model",
+        "一个回答的最大总奖励，audit/earned 是它的占比；不设时为函数、评判与环境的正权重之和（各自最高为 1）；"
+        "有奖励模型时必须设置",
+        range=Range.POSITIVE, on_resume="exact")
     data_path: str | None = key(None, "held-out prompts of the check; when unset the prompts of the evaluation",
         "检查所用的留出 prompt；不设时为评测的 prompt", on_resume="exact")
     num_prompts: int = key(64, "prompts of one check, sampled as in training", "一次检查的 prompt 数，按训练时的方式采样",

@@ -60,8 +60,8 @@ class _DataColumns:
         on_resume="order")
     system: str | None = key(None, "column of the system prompt", "system prompt 的列", on_resume="order")
     history: str | None = key(None, "column of earlier [question, answer] pairs", "先前 [问, 答] 对的列", on_resume="order")
-    messages: str | None = key(None, "supervised stages: column of the conversation, or of the messages before both answers",
-        "监督阶段：对话（或两个回答之前的消息）所在的列", on_resume="order")
+    messages: str | None = key(None, "column of the conversation, or of the messages before both answers",
+        "对话（或两个回答之前的消息）所在的列", on_resume="order")
     tools: str | None = key(None, "supervised stages: column of the schemas of tools", "监督阶段：工具 schema 所在的列",
         on_resume="order")
     chosen: str | None = key(None, "pairs: column of the better answer", "成对数据：较好回答所在的列", on_resume="order")
@@ -183,6 +183,14 @@ class _ParallelKeys:
     context_parallel_algo: Literal["ulysses_cp_algo", "megatron_cp_algo"] = key("ulysses_cp_algo",
         "context parallelism by heads (Ulysses) or by ring (megatron_cp_algo)",
         "上下文并行按头切分（Ulysses），或用环（megatron_cp_algo）", needs=("context_parallel_size", "above 1"),
+        on_resume="exact")
+    dynamic_context_parallel: bool = key(False,
+        "short rows are split over fewer devices than context_parallel_size, several at a time; a row takes the smallest "
+        "divisor of it whose part of the token budget holds the row",
+        "短序列只切分到少于 context_parallel_size 的设备上，多条同时计算；每条取能放下它的最小约数"
+        "（按 token 预算的相应份额）", needs=("context_parallel_size", "above 1"), on_resume="exact")
+    min_dynamic_context_parallel_size: int = key(1, "fewest devices that such a row is split over",
+        "此时一条序列最少切分到的设备数", range=Range.PROCESSES, needs=("dynamic_context_parallel", (True,)),
         on_resume="exact")
     num_layers_per_virtual_pipeline_stage: int | None = key(None, "layers of a chunk in the interleaved pipeline schedule",
         "交错流水调度中一块的层数", range=Range.LAYERS, on_resume="random")
@@ -535,6 +543,14 @@ class MegatronConfig(
         "temperature of evaluations, in place of rl_config.eval_greedy; 0 is greedy",
         "评测的温度，代替 rl_config.eval_greedy；0 为贪心", range=Bounds(0, 100), stages=_GENERATING,
         elsewhere="val_kwargs.temperature", on_resume="exact")
+    eval_top_p: float | None = key(None,
+        "nucleus of evaluations that are not greedy; unset: sampling_config.top_p",
+        "非贪心评测的 nucleus；不设时同 sampling_config.top_p", range=Bounds(0, 1, excludes_low=True), stages=_GENERATING,
+        elsewhere="val_kwargs.top_p", on_resume="exact")
+    eval_top_k: int | None = key(None,
+        "most likely tokens that evaluations keep that are not greedy; -1 keeps all; unset: sampling_config.top_k",
+        "非贪心评测保留最可能的 token 数；-1 为全部；不设时同 sampling_config.top_k", range=Bounds(-1, 10**7),
+        stages=_GENERATING, elsewhere="val_kwargs.top_k", on_resume="exact")
     eval_verifier: list[str] = key([],
         "sft: reward functions that score the answers to eval_sets; the first one tells right from wrong. rl_config has "
         "external_plugins for your own",
@@ -587,6 +603,11 @@ class MegatronConfig(
     def has_ring_attention(self) -> bool:
         """True where context-parallel ranks pass slices of every sequence on to each other."""
         return self.context_parallel_size > 1 and self.context_parallel_algo == "megatron_cp_algo"
+
+    @property
+    def has_dynamic_context(self) -> bool:
+        """True where micro-batches take slices of the context-parallel ranks."""
+        return self.dynamic_context_parallel and self.context_parallel_size > 1
 
     @property
     def expert_sizes(self) -> tuple[int, int]:

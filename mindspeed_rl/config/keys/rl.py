@@ -79,6 +79,7 @@ class RouterReplay:
 #: loss modes of distillation over tokens that the student sampled: names of `catalogue.KL_ESTIMATORS`
 SAMPLED_MODES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k3+", "low_var_kl+")
 _DISTILLS, _TOP_K = ("enabled", (True,)), ("loss_mode", ("forward_kl_topk", "reverse_kl_topk", "jsd_topk"))
+_MIXES = ("on_policy_fraction", "above 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,16 @@ class DistillationKeys:
     teacher_prompt: str | None = key(None,
         "column of the prompts with the text or messages that the teachers read in place of the prompt",
         "数据列，其文本或消息由教师代替 prompt 来读", needs=_DISTILLS, elsewhere="teacher_prompt", on_resume="exact")
+    on_policy_fraction: float = key(1.0,
+        "probability that the student samples the responses of an iteration; otherwise they are those of the data (GKD)",
+        "一次迭代的回答由学生采样的概率；否则用数据集自带的回答（GKD）", range=Range.FRACTION, needs=_DISTILLS,
+        elsewhere="lmbda", on_resume="exact")
+    response_column: str = key("labels",
+        "column of the prompts with the response of the data: a text, or messages of which it is the last",
+        "数据集回答所在的列：文本，或以该回答结尾的消息列表", needs=_MIXES, on_resume="exact")
+    supervised_coef: float = key(0.0, "weight of -log q(response) next to the divergence, on responses of the data",
+        "用数据集的回答训练时，-log q(回答) 与散度相加的权重", range=Bounds(0, 1e6), needs=_MIXES, elsewhere="sft_alpha",
+        on_resume="exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -573,6 +584,28 @@ class _RewardKeys:
     judge_rubric: str | None = key(None,
         "criteria with weights, all of which one request judges: a column of the row, or a .json file for all rows",
         "带权重的评分标准，一次请求判断全部：行中的列名，或用于所有行的 .json 文件", on_resume="in_flight")
+    judge_rubric_score: Literal["weighted", "mean", "all", "any"] = key("weighted",
+        "score of a rubric: weights that are met over the positive ones, the share of the criteria that pass, or 1 where all "
+        "or any pass; a fault (negative weight) passes where it is not found",
+        "评分标准的得分：满足的权重之和除以正权重之和；通过的标准所占比例；全部或任一通过时为 1；"
+        "扣分项（负权重）未出现即算通过",
+        on_resume="in_flight")
+    judge_panel: list[str] = key([],
+        "further judges, each [MODEL@]URL, which get the same requests as the one at judge_url; all of them vote",
+        "更多的评判，每个写作 [MODEL@]URL，收到与 judge_url 处评判相同的请求；所有评判一起投票", needs=("judge_url", "set"),
+        on_resume="in_flight")
+    judge_repeats: int = key(1, "votes of each judge about a response; more than 1 need judge_temperature",
+        "每个评判对一个回答的投票次数；大于 1 时需要 judge_temperature", range=Bounds(1, 64), on_resume="in_flight")
+    judge_temperature: float = key(0.0, "temperature of a judge's replies", "评判回复的采样温度", range=Bounds(0, 10),
+        on_resume="in_flight")
+    judge_vote: Literal["mean", "median", "majority", "min"] = key("mean",
+        "score of several votes; majority: 1 where more than half give at least 0.5, and with a rubric the score of the "
+        "criteria that more than half find met",
+        "多个投票的合并得分；majority：过半投票不低于 0.5 时为 1；有评分标准时，为过半投票认为满足的标准的得分",
+        on_resume="in_flight")
+    judge_quorum: int | None = key(None,
+        "votes that a response needs, so that it has a score without a judge that cannot be reached; when unset all",
+        "一个回答所需的最少票数，使个别评判无法访问时仍有得分；不设时需要全部", range=Bounds(1, 10**4), on_resume="in_flight")
     judge_weight: float = key(1.0, "weight of the judge's score", "评判得分的权重", range=Range.WEIGHT,
         on_resume="in_flight")
     judge_timeout_s: float = key(60.0, "seconds one reply may take", "一次回复可用的秒数", range=Range.SCORE_S,
@@ -708,6 +741,39 @@ class AgentKeys:
         range=Range.PROCESSES, on_resume="in_flight")
 
 
+_HAS_OPPONENTS = ("roles", "set")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpponentKeys:
+    """Opponents from the run's past: earlier weights of the actor play a role; docs/agents.md, section Several roles."""
+
+    roles: list[str] = key([],
+        "roles of the environment that earlier weights may play, one of them in an episode; empty: none",
+        "历史权重可以扮演的环境角色，每局其中一个；为空则没有", on_resume="exact")
+    share: float = key(0.5,
+        "part of the prompts whose episodes have an opponent; in the others the present weights play all roles",
+        "有多大比例的 prompt 的对局有历史对手；其余对局由当前权重扮演所有角色", range=Range.FRACTION, needs=_HAS_OPPONENTS,
+        on_resume="exact")
+    interval: int = key(10, "iterations between two snapshots of the weights", "两次快照之间的迭代数", range=Range.ITERATIONS,
+        needs=_HAS_OPPONENTS, on_resume="exact")
+    size: int = key(4, "snapshots that are kept besides the weights that the run started from; the oldest goes first",
+        "除起始权重外保留的快照数；最旧的先删", range=Bounds(1, 256), needs=_HAS_OPPONENTS, on_resume="exact")
+    choice: Literal["uniform", "latest", "first", "recent"] = key("uniform",
+        "snapshot that plays: any with the same chance, the latest, the weights that the run started from, or recent ones more "
+        "often, each twice as often as the one before",
+        "由哪个快照出战：等概率任选（uniform）、最新的（latest）、起始权重（first），或越新越常选（recent，每个的概率是前一个的两倍）",
+        needs=_HAS_OPPONENTS, on_resume="exact")
+    evaluation: Literal["first", "latest", "none"] = key("first",
+        "opponent in evaluations: the weights that the run started from, the latest snapshot, or none",
+        "评测时的对手：起始权重、最新的快照，或没有", needs=_HAS_OPPONENTS, on_resume="in_flight")
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots that the rollout engine holds at most, besides the adapter that trains."""
+        return self.size + 1 if self.roles else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ToolKeys:
     """Samples of several turns: tools, environments, schedulers."""
@@ -729,6 +795,8 @@ class _ToolKeys:
         "names one under environment, with args, python and timeout_s; or a name in envs of a file in external_plugins",
         "环境的 module:Class，有 reset、step 与 close；或该库的 verifiers:NAME；或一个 YAML 文件，在 environment 下指定其一，"
         "另有 args、python 与 timeout_s；或 external_plugins 文件里 envs 中的名字", needs=_TOOLS, on_resume="in_flight")
+    opponents: OpponentKeys = key(OpponentKeys, "earlier weights of the actor that play roles of the environment",
+        "扮演环境角色的 actor 历史权重", needs=_TOOLS, on_resume="exact")
     agent: AgentKeys | None = key(None, "a program with a loop of its own, which plays each sample at an address of its own",
         "自带循环的程序：每个样本由它通过专属地址完成", needs=_TOOLS, on_resume="in_flight")
     multi_turn_scheduler: str | None = key(None,
@@ -887,6 +955,12 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
     def served_judge(self) -> str | None:
         """Folder of the generative judge that the run serves itself; None without one."""
         return None if self.judge_url is not None else self.judge_model
+
+    @property
+    def num_judge_votes(self) -> int:
+        """Votes about a response: of each judge, as often as it is asked; 0 without a judge."""
+        num_judges = 1 + len(self.judge_panel) if self.judge_url is not None else int(self.served_judge is not None)
+        return num_judges * self.judge_repeats
 
     @property
     def tracker_names(self) -> list[str]:

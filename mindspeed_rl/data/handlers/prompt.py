@@ -21,7 +21,8 @@ from mindspeed_rl.data.handlers.instruction import alpaca_question
 from mindspeed_rl.data.images import IMAGES, build_image_columns
 from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES, TEXT_BYTES
 from mindspeed_rl.data.json_columns import has_messages, read_messages, read_object
-from mindspeed_rl.data.messages import openai_messages, sharegpt_messages
+from mindspeed_rl.data.messages import OPENAI, choose_form, openai_messages, sharegpt_form
+from mindspeed_rl.data.messages import read_messages as read_dialogue
 from mindspeed_rl.data.templates import Rendering, Turn
 
 LABELS = "labels"
@@ -171,7 +172,10 @@ class R1AlpacaStyleInstructionHandler(PromptHandler):
 
 
 class R1SharegptStyleInstructionHandler(PromptHandler):
-    """`conversations` without its last answer, which is the reference answer unless `response` names another column."""
+    """`conversations` without its last answer, which is the reference answer unless `response` names another column.
+
+    The messages have ShareGPT's form, or OpenAI's.
+    """
 
     writes_label = True
     default_map: ClassVar = {
@@ -199,7 +203,8 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
         return messages[-1].content if messages[-1].role == "assistant" else None
 
     def _messages(self, row: Row, key: str) -> tuple[str | None, list[Message]]:
-        system, messages = sharegpt_messages(self.column(row, key, required=True), self.tags)
+        turns = self.column(row, key, required=True)
+        system, messages = read_dialogue(turns, choose_form(turns, (sharegpt_form(self.tags), OPENAI)))
         if not messages:
             raise MalformedRowError("the conversation has only a system message")
         return system, messages

@@ -16,14 +16,14 @@ from mindspeed_rl.importers.shell.command import Command, list_unknown, make_mar
 from mindspeed_rl.importers.shell.expansion import Expander
 from mindspeed_rl.importers.shell.launchers import InnerScript, find_inner, read_variables
 from mindspeed_rl.importers.shell.parser import Node, parse
-from mindspeed_rl.importers.shell.programs import format_text, list_said, read_output
+from mindspeed_rl.importers.shell.programs import format_text, list_braces, list_said, read_output
 from mindspeed_rl.importers.shell.tokens import INPUT, INPUT_WORD, OUTPUT, read_tokens
 from mindspeed_rl.importers.shell.variables import NAME, Scope, Variable
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([^\]=]+)\])?(\+?)=(.*)", re.DOTALL)
 _PAIRS = re.compile(r"\[([^\]]*)\]=((?:\"[^\"]*\"|'[^']*'|[^\s)])*)")
 #: text that stands for a value which the user writes, such as "your model ckpt path"
-_PLACEHOLDER = re.compile(r"<?your(?:[ _-]\w+){1,6}>?")
+_PLACEHOLDER = re.compile(r"<?your(?:[ _-][\w.]+){1,6}>?")
 _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 #: loops over more items, and scripts that run more others, than any script means
@@ -31,6 +31,14 @@ _MAX_ITEMS = 64
 _MAX_DEPTH = 20
 #: options of `read`, `mapfile` and `readarray` that have a word
 _READ_WORDS = {"read": "dnNptui", "mapfile": "dnNpui", "readarray": "dnNpui"}
+
+
+def _split_words(text: str, separators: str | None, limit: int = -1) -> list[str]:
+    """Return the words of a text between blanks, or between the characters of IFS; the last has the rest after `limit`."""
+    if separators is None or not separators.strip():
+        return text.split(None, limit) if separators != "" else [text]
+    items = re.split(f"[{re.escape(separators)}]", text.strip(), maxsplit=max(limit, 0))
+    return [item.strip() if " " in separators else item for item in items]
 
 
 def read_script(text: str, known: Mapping[str, str] | None = None, folder: Path | None = None) -> list[Command]:
@@ -168,7 +176,7 @@ class _Interpreter:
         name, *words = node.words
         if name.startswith("(("):
             return self._run_while(node)
-        items = [item for word in words[1:] for item in self.words.expand(word)]
+        items = [item for word in words[1:] for part in list_braces(word) for item in self.words.expand(part)]
         if name in self.scope.known:  # each run would have the value of the user
             items = items[:1]
         outer = self.loop
@@ -394,11 +402,13 @@ class _Interpreter:
             variables[(names or ["MAPFILE"])[0]] = call.stdin.splitlines()
             return True
         text = call.stdin if "d" in letters else call.stdin.partition("\n")[0]
+        own = call.assignments.get("IFS", self.scope.find("IFS"))
+        separators = own if isinstance(own, str) else None
         if "a" in letters and names:
-            variables[names[0]] = text.split()
+            variables[names[0]] = _split_words(text, separators)
             return True
         names = names or ["REPLY"]
-        items = text.split(None, len(names) - 1) if len(names) > 1 else [text.strip()]
+        items = _split_words(text, separators, len(names) - 1) if len(names) > 1 else [text.strip()]
         variables |= dict(zip(names, [*items, *[""] * len(names)]))
         return True
 

@@ -10,6 +10,27 @@ from dataclasses import dataclass
 
 from mindspeed_rl.importers.shell.command import Command
 
+#: numbers that seq or braces may have
+_MAX_COUNT = 10_000
+
+
+def count(first: int, last: int, step: int) -> list[int]:
+    """Return the whole numbers from the first to the last; none where they are too many, or the step leads away."""
+    if not step or abs(last - first) // abs(step) >= _MAX_COUNT:
+        return []
+    return list(range(first, last + (1 if step > 0 else -1), step))
+
+
+def list_braces(word: str) -> list[str]:
+    """Return the words of {1..8}, {1..8..2} or {a,b} without quotes; another word as it is."""
+    if (match := re.fullmatch(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?\}", word)) is not None:
+        first, last = int(match.group(1)), int(match.group(2))
+        step = abs(int(match.group(3) or 1)) or 1
+        return list(map(str, count(first, last, step if first <= last else -step))) or [word]
+    if re.fullmatch(r"\{[^\s{}'\"]+,[^\s{}'\"]+\}", word):
+        return word[1:-1].split(",")
+    return [word]
+
 
 def format_text(words: Sequence[str]) -> str:
     """Return what `printf` writes: its format for each group of its arguments."""
@@ -98,6 +119,15 @@ def _read_base(pipe: _Pipe) -> str | None:
     return _split_path(pipe)[1].removesuffix(pipe.arguments[1] if len(pipe.arguments) > 1 else "")
 
 
+def _count(pipe: _Pipe) -> str | None:
+    """Return the lines of seq with whole numbers."""
+    if not 1 <= len(pipe.arguments) <= 3 or not all(re.fullmatch(r"-?\d+", word) for word in pipe.arguments):
+        return None
+    numbers = [int(word) for word in pipe.arguments]
+    first, step, last = {1: (1, 1, numbers[0]), 2: (numbers[0], 1, numbers[-1])}.get(len(numbers), tuple(numbers))
+    return "\n".join(map(str, count(first, last, step)))
+
+
 def _read_date(pipe: _Pipe) -> str:
     formats = [word[1:] for word in pipe.arguments if word.startswith("+")]
     return time.strftime(formats[0] if formats else "%Y-%m-%d")
@@ -115,4 +145,5 @@ _OUTPUTS: dict[tuple[str, ...], Callable[[_Pipe], str | None]] = {
     ("basename",): _read_base,
     ("dirname",): lambda pipe: (_split_path(pipe)[0] or ".") if pipe.arguments else None,
     ("date",): _read_date,
+    ("seq",): _count,
 }

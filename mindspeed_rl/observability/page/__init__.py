@@ -190,6 +190,7 @@ CHARTS = (
         note="tokens of a response from this depth on",
     ),
     Chart("Trainer against rollout, by token", ("mismatch/*_token", "mismatch/after_tool"), "Policy", log=True),
+    Chart("Trainer against rollout, by percent of equal experts", ("mismatch/experts/*",), "Policy", log=True),
     Chart("Importance weights", ("rollout/ess", "rollout/weight_mean"), "Policy"),
     Chart("Staleness", ("staleness/*", "rollout/staleness*"), "Policy", unit="weight versions"),
     Chart("Router", ("router/*", "moe/*"), "Policy"),

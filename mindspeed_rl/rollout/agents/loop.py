@@ -14,6 +14,7 @@ from mindspeed_rl.data.images import ImageReader
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
+from mindspeed_rl.rollout.opponents import Opponent
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory, check_trajectory
@@ -37,6 +38,7 @@ class Task:
         label, columns: the reference answer and the other columns of the row.
         partial: a response that was interrupted. Only a loop of one turn continues it: tools and environments cannot be set
             back, so a longer trajectory starts again, with the same seeds.
+        opponent: role that earlier weights play, of the loop `roles`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -45,6 +47,7 @@ class Task:
     label: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)  # values of any type, as the data set has them
     partial: Generated | None = None
+    opponent: Opponent | None = None
 
     @property
     def row(self) -> dict[str, Any]:
@@ -63,6 +66,7 @@ class LoopSettings:
         multi_turn_scheduler: "module:Class", or a name in `multi_turns` of a plug-in, of the loop `scheduler`.
         external_plugins: files with such names.
         environment: the key of this name, of the loop `environment`.
+        opponent_roles: roles that earlier weights may play, of the loop `roles`.
         agent: the key of this name, of the loop `program`.
         folders: with modules of the user, for programs of environments.
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
@@ -80,6 +84,7 @@ class LoopSettings:
     multi_turn_scheduler: str | None = None
     external_plugins: tuple[str, ...] = ()
     environment: str | None = None
+    opponent_roles: tuple[str, ...] = ()
     agent: AgentKeys | None = None
     folders: tuple[str, ...] = ()
     tool_parser: str = DEFAULT_PARSER

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mindspeed_rl.rollout.agents.conversation import AgentConversation
@@ -18,7 +18,8 @@ class RolesLoop(AgentLoop):
     """An episode of `environment`, whose turns belong to named roles; see `RolesEnvironment`.
 
     A row has a sequence for each conversation: a token trains in the context in which its role sampled it, and no role reads
-    what another one has read, but for what the environment passes on.
+    what another one has read, but for what the environment passes on. A role that an opponent plays has no sequence: its tokens
+    are not the actor's and do not train.
     """
 
     def __init__(self, settings: LoopSettings) -> None:
@@ -29,6 +30,7 @@ class RolesLoop(AgentLoop):
         if spec.python is not None or spec.variables or spec.is_program:
             raise ValueError(f"rl_config.environment: {spec.target} with agent_loop roles is module:Class, in this process")
         self._roles, self._make = make_roles_factory(spec.target, spec.args, timeout_s=spec.timeout_s)
+        self._check_opponents(settings.opponent_roles)
         limits, count = settings.limits, len(self._roles)
         # the prompts of the further roles are tokens of the row too
         max_tokens = (limits.max_tokens - (count - 1) * limits.max_prompt_tokens) // count
@@ -39,6 +41,15 @@ class RolesLoop(AgentLoop):
             )
         self._limits = replace(limits, max_tokens=max_tokens)
 
+    def _check_opponents(self, roles: Sequence[str]) -> None:
+        if unknown := [role for role in roles if role not in self._roles]:
+            known = ", ".join(self._roles)
+            raise ValueError(f"rl_config.opponents.roles has {unknown[0]!r}, and the environment's roles are {known}")
+        if roles and len(self._roles) == 1:
+            raise ValueError(
+                f"rl_config.opponents.roles has {roles[0]!r}, the only role of the environment: no role would be left to train"
+            )
+
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
         conversations: dict[str, AgentConversation] = {}
         failure = ""
@@ -48,7 +59,17 @@ class RolesLoop(AgentLoop):
             failure = f"environment: {type(error).__name__}: {error}"
         if not conversations:
             return Trajectory((TokenSequence(task.prompt_ids, (), task.sampling.images),), "stop", failure=failure)
-        return _join({role: conversation.end() for role, conversation in conversations.items()}, failure)
+        trained = {role: conversation.end() for role, conversation in conversations.items()}
+        opponent = None if task.opponent is None else trained.pop(task.opponent.role, None)
+        joined = _join(trained, failure)
+        if not trained:  # the opponent has ended the episode before another role spoke
+            joined = replace(joined, sequences=(TokenSequence(task.prompt_ids, (), task.sampling.images),))
+        if task.opponent is None:
+            return joined
+        metrics = {"opponent_version": float(task.opponent.version), "reward_against_opponent": _sum_rewards(joined)}
+        if opponent is not None:
+            metrics |= {"opponent_reward": _sum_rewards(opponent), "opponent_turns": opponent.metrics["turns"]}
+        return replace(joined, metrics={**joined.metrics, **metrics})
 
     async def _play(self, task: Task, engine: RolloutEngine, conversations: dict[str, AgentConversation]) -> None:
         environment, closed = self._make(), set[str]()
@@ -77,10 +98,12 @@ class RolesLoop(AgentLoop):
 
     def _start(self, role: str, task: Task, engine: RolloutEngine) -> AgentConversation:
         """Return the conversation of a role, which starts with the row's prompt where the environment gives no messages."""
-        settings = self.settings
+        settings, opponent, sampling = self.settings, task.opponent, task.sampling
+        if opponent is not None and role == opponent.role:
+            sampling = replace(sampling, adapter=opponent.adapter)
         return AgentConversation(
             task.prompt_ids,
-            task.sampling,
+            sampling,
             derive_seed(f"{task.seed}/{role}"),
             engine,
             settings.turns,
@@ -89,6 +112,10 @@ class RolesLoop(AgentLoop):
             settings.images,
             settings.max_images,
         )
+
+
+def _sum_rewards(trajectory: Trajectory) -> float:
+    return sum(value for value in trajectory.turn_rewards if value is not None)
 
 
 def _join(trajectories: Mapping[str, Trajectory], failure: str) -> Trajectory:
@@ -104,7 +131,7 @@ def _join(trajectories: Mapping[str, Trajectory], failure: str) -> Trajectory:
         sequences += trajectory.sequences
         rewards += trajectory.turn_rewards
         metrics["turns"] += trajectory.metrics["turns"]
-        metrics[f"{role}_reward"] = sum(value for value in trajectory.turn_rewards if value is not None)
+        metrics[f"{role}_reward"] = _sum_rewards(trajectory)
         start += len(trajectory.token_ids)
     return Trajectory(
         sequences=tuple(sequences),

@@ -240,6 +240,8 @@ _IDLE = (
         lambda run, _: not (run.rl.judge_url or run.rl.served_judge),
         "neither judge_url nor judge_model is set",
     ),
+    _Idle(["judge_vote", "judge_quorum"], lambda run, _: run.rl.num_judge_votes < 2, "each response has one vote"),
+    _Idle(["judge_rubric_score"], lambda run, _: run.rl.judge_rubric is None, "judge_rubric is not set"),
     _Idle(_SERVED_JUDGE_KEYS, lambda run, _: run.rl.served_judge is None, "judge_url is set"),
     _Idle(
         ["reward_model_weight"],

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 from mindspeed_rl.catalogue.objective import ROLE_TEACHERS, Distillation, Objective
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Range
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import Sizes, batch_table, round_number
@@ -398,7 +399,7 @@ def _list_rollout_phases(
     training = _describe_training_state(cfg.generate_config) if generators == shared else ""
     yield "generate", generators, f"{engines}{_describe_spread(run)}{training}"
     scorers = [", ".join(rl.verifier_function)] if rl.rule_reward else []
-    scorers += [] if rl.judge_url is None else ["the judge"]
+    scorers += [] if rl.judge_url is None else [_describe_judges(rl)]
     if scorers:
         workers = rl.num_reward_workers or rl.verifier_parallel
         yield "rewards", "host", f"{' and '.join(scorers)} in {workers} process(es)"
@@ -412,6 +413,12 @@ def _list_rollout_phases(
         turns = "" if judge.dedicated else ", off the device in other phases"
         devices = dedicated.get("judge", shared)
         yield "judge", devices, f"{holds}, replies of up to {rl.judge_max_tokens} tokens{turns}"
+
+
+def _describe_judges(rl: RLConfig) -> str:
+    """Return the judges at addresses in words, with their votes where there are several."""
+    count, votes = 1 + len(rl.judge_panel), rl.num_judge_votes
+    return "the judge" if votes == 1 else f"{count} judge(s) with {votes} votes ({rl.judge_vote})"
 
 
 def _list_update_phases(

@@ -67,6 +67,14 @@ def _check_role(role: MegatronConfig, world: int | None) -> Iterator[Broken]:
             yield from _divide(role, rule, dimension, factors, reason)
     yield from _layers(role)
     yield from _recomputed(role)
+    smallest, context = role.min_dynamic_context_parallel_size, role.context_parallel_size
+    if role.has_dynamic_context and (smallest < 1 or context % smallest):
+        divisors = [size for size in range(1, context + 1) if context % size == 0]
+        yield violate(
+            "context_slices",
+            f"[min_dynamic_context_parallel_size] must divide [{_CONTEXT}]: equal slices of its devices share a turn",
+            {"min_dynamic_context_parallel_size": min(divisors, key=lambda size: abs(size - smallest))},
+        )
     if role.num_experts is not None:
         yield from _experts(role, world)
     # else config.json has it, which is not here

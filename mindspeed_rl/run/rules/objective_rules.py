@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from mindspeed_rl.catalogue import CRITIC_ESTIMATOR, KL_WITH_GRADIENT, KL_WITHOUT_GRADIENT, POLICY_LOSSES, SETTINGS
-from mindspeed_rl.catalogue.objective import ROLE_TEACHERS, Objective
+from mindspeed_rl.catalogue.objective import ROLE_TEACHERS, TOP_K_KINDS, Objective
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.run.record import Run
@@ -389,6 +389,8 @@ def _distillation(run: Run) -> Iterator[Broken]:
         yield from _teachers(run, has_devices)
         yield from _teacher_columns(run)
         yield from _teacher_rewards(run)
+        if keys.on_policy_fraction < 1.0:
+            yield from _data_responses(run)
     elif has_devices:
         name = "teacher_config" if rl.teacher_resource is None else "teacher_resource"
         text = f"[{name}:name] is set but [{_TERM}.enabled:name] is false"
@@ -477,6 +479,38 @@ def _teacher_rewards(run: Run) -> Iterator[Broken]:
     if not keys.use_task_rewards and run.objective is not None and run.objective.has_critic:
         text = "leaves the critic nothing to learn: take another adv_estimator"
         yield violate("critic_without_rewards", f"[{_TERM}.use_task_rewards:name] (False) {text}")
+
+
+def _data_responses(run: Run) -> Iterator[Broken]:
+    """Check iterations whose responses are those of the data."""
+    rl, keys, kept = run.rl, run.rl.distillation, run.config.actor_config.dataset_additional_keys
+    name, subject = "on_policy_fraction", "trains on responses of the data too"
+    if keys.use_task_rewards or keys.use_policy_gradient:
+        text = f"{subject}, for which there is no policy gradient: set [{_TERM}.use_task_rewards:name] and "
+        text += f"[{_TERM}.use_policy_gradient:name] to false"
+        yield _reject("data_without_policy_loss", name, text, use_task_rewards=False, use_policy_gradient=False)
+    if keys.loss_mode not in TOP_K_KINDS:
+        text = f"{subject}, whose tokens the student did not sample: [{_TERM}.loss_mode] estimates at sampled ones"
+        yield _reject("data_without_samples", name, text, loss_mode="jsd_topk")
+    has_correction = run.objective is not None and run.objective.correction is not None
+    # key -> whether it needs tokens that an engine sampled in this iteration, a value that does not
+    excluded = {
+        "trainer_mode": (rl.trainer_mode != "sync", "sync"),
+        "partial_rollout_max_split": (rl.partial_rollout_max_split > 1, 1),
+        "multi_turn_enable": (rl.multi_turn_enable, False),
+        "router_replay.mode": (rl.router_replay.mode == "R3", "R2"),
+        "old_log_probs": (rl.old_log_probs == "rollout", "trainer"),
+        "rollout_importance_sampling_mode": (has_correction, None),
+    }
+    for key, (is_met, suggestion) in excluded.items():
+        if is_met:
+            text = f"[{_TERM}.{name}] {subject}, which no engine sampled: it excludes [rl_config.{key}]"
+            yield violate("data_responses", text, {f"rl_config.{key}": suggestion})
+    if run.config.reads_images:
+        yield _reject("data_responses_images", name, f"{subject}, which are texts: it excludes images")
+    if keys.response_column not in kept:
+        text = f"[{_TERM}.response_column] must be among [dataset_additional_keys:name] ({', '.join(kept) or 'none'})"
+        yield violate("response_column", text, {"dataset_additional_keys": [*kept, keys.response_column]})
 
 
 OBJECTIVE_RULES = (_rewards, _algorithms, _second_names, _distillation)

@@ -15,6 +15,7 @@ from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE
 from mindspeed_rl.run.rules.violation import Broken, needs, read_key, violate
 
 _MODE = "rl_config.router_replay.mode"
+_OPPONENTS = "rl_config.opponents.roles"
 _COUNTS = "generate_config.eplb_token_collects"
 #: settings of vllm-ascend that this suite makes: without them weights could not be updated, or a key of its own decides
 #: settings of vllm-ascend that are set by this suite -> what to do
@@ -210,6 +211,24 @@ def _roles_of_episodes(run: Run) -> Iterator[Broken]:
     if rl.trainer_mode != "sync":
         text = "[agent_loop:is] needs [trainer_mode:name]: sync; responses in flight do not keep whose turn each was"
         yield violate("roles_mode", text, {"trainer_mode": "sync"}, keys=given)
+
+
+@needs("rl_config", "generate_config")
+def _opponents(run: Run) -> Iterator[Broken]:
+    """Check runs in which earlier weights of the actor play roles."""
+    if not run.rl.opponents.roles:
+        return
+    key, none = {_OPPONENTS: run.rl.opponents.roles}, {_OPPONENTS: []}
+    if run.rl.agent_loop_name != "roles":
+        text = f"[{_OPPONENTS}:name] needs multi_turn_enable and [agent_loop:name]: roles, the loop whose turns belong to roles"
+        yield violate("opponents_loop", text, none, keys=key)
+    if run.generate.lora_push != "adapter":
+        text = (
+            f"[{_OPPONENTS}:name] needs [lora_push:name]: adapter and adapters (lora_target_modules): the rollout engine holds "
+            "snapshots of an adapter, and full weights would need an engine for each; a server of an exported checkpoint can "
+            "be asked by the environment"
+        )
+        yield violate("opponents_adapters", text, none, keys=key)
 
 
 @needs("generate_config")
@@ -541,6 +560,6 @@ def _budgets(run: Run) -> Iterator[Broken]:
 
 
 ROLLOUT_RULES = (
-    _turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments, _drafts, _quantization,
-    _exact_log_probs, _module_engine
+    _turns, _opponents, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments, _drafts,
+    _quantization, _exact_log_probs, _module_engine
 )  # fmt: skip

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import reduce
 
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.errors import unknown_value
-from mindspeed_rl.config.keys import PATH_KEYS
+from mindspeed_rl.config.keys import PATH_KEYS, ROLE_GROUPS
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, NEEDED_BY_MINDSPEED, is_weight, read_split
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.rollout_rules import ROLLOUT_RULES
 from mindspeed_rl.run.rules.training_engine_rules import training_engine_rules
@@ -81,6 +84,36 @@ def _packing(run: Run) -> Iterator[Broken]:
             "and a token that several sequences share would have a place in none of them",
             {"use_prefix_grouper": False, "actor_config.context_parallel_algo": "ulysses_cp_algo"},
         )
+
+
+def _dynamic_context(run: Run) -> Iterator[Broken]:
+    """Check what excludes context-parallel sizes that differ between micro-batches."""
+    cfg, key = run.config, "megatron_training.dynamic_context_parallel"
+    groups = {"actor_config", *(group for group in ROLE_GROUPS if group in cfg.set_keys)}
+    roles: list[MegatronConfig] = [getattr(cfg, group) for group in groups]
+    if not any(role.has_dynamic_context for role in roles):
+        return
+    if cfg.is_supervised:
+        text = f"[{key}] needs a token budget of micro-batches, which only reinforcement learning has (use_dynamic_bsz)"
+        yield violate("dynamic_context", text, {key: False})
+        return
+    rl = run.rl
+    for name, allowed, reason in (
+        ("use_remove_padding", True, "a padded row is as wide as the longest"),
+        ("use_dynamic_bsz", True, "a row takes the devices whose part of the token budget holds it"),
+        ("use_prefix_grouper", False, "samples of a prompt of different lengths would have to share devices"),
+        ("router_replay.mode", "disabled", "recorded experts are placed by the fixed size"),
+    ):
+        if reduce(getattr, name.split("."), rl) != allowed:
+            path = f"rl_config.{name}"
+            text = f"[{key}] cannot be used with [{path}]: {reason}"
+            yield violate("dynamic_context", text, {path: allowed}, {key: False})
+    if cfg.actor_config.mtp_num_layers:
+        text = f"[{key}] excludes [megatron_training.mtp_num_layers]: prediction layers sum their losses over the fixed size"
+        yield violate("dynamic_context", text, {key: False}, {"megatron_training.mtp_num_layers": 0})
+    if cfg.msprobe_config.msprobe:
+        text = f"[{key}] excludes [msprobe_config.msprobe]: dumps join the slices of the fixed size"
+        yield violate("dynamic_context", text, {key: False}, {"msprobe_config.msprobe": False})
 
 
 def _prediction_layers(run: Run) -> Iterator[Broken]:
@@ -213,6 +246,20 @@ def _judge(run: Run) -> Iterator[Broken]:
             None,
             {"verifier_function": names, "verifier_weight": weights},
         )
+    yield from _judge_votes(rl)
+
+
+def _judge_votes(rl: RLConfig) -> Iterator[Broken]:
+    """Check the votes of several judges, or of one that is asked several times."""
+    if rl.judge_panel and rl.judge_url is None:
+        text = "[judge_panel:name] adds judges to the one at judge_url, which is not set; the first address belongs there"
+        yield violate("judge_panel", text, {"judge_panel": []})
+    if rl.num_judge_votes and rl.judge_repeats > 1 and not rl.judge_temperature:
+        text = "[judge_repeats] asks for more than one vote of a judge, which are all alike at [judge_temperature:is]"
+        yield violate("judge_repeats", text, {"judge_temperature": 0.7}, {"judge_repeats": 1})
+    if rl.num_judge_votes and rl.judge_quorum is not None and rl.judge_quorum > rl.num_judge_votes:
+        text = f"[judge_quorum] is more than the {rl.num_judge_votes} vote(s) about a response: none would have a score"
+        yield violate("judge_quorum", text, {"judge_quorum": rl.num_judge_votes})
 
 
 def _servers(run: Run) -> Iterator[Broken]:
@@ -643,6 +690,9 @@ def _audit(run: Run) -> Iterator[Broken]:
     if audit.data_path is None and not actor.has_held_out_data:
         text = "[audit.verifier_function:name] scores responses to held-out prompts; set audit.data_path or eval_data_path"
         yield violate("audit_data", text)
+    if audit.full_score is None and run.config.reward_model_keys is not None:
+        text = "[audit.full_score] must be set where a reward model scores: its scores have no largest value that is known"
+        yield violate("audit_full_score", text)
     step = run.rl.parameter_sync_step
     if run.rl.trainer_mode == "async" and audit.interval % step:
         yield violate(
@@ -758,6 +808,7 @@ RUN_RULES = (
     _number_format,
     _lengths,
     _packing,
+    _dynamic_context,
     _prediction_layers,
     _roles,
     training_engine_rules,

@@ -110,6 +110,7 @@ _FSDP = _EngineLimits(
         **_same("rl_config.dropout_in_update", (False,), "it has no dropout"),
         **_same("rl_config.sync_ref_model", (False,), "it averages no weights"),
         **_same("rl_config.router_replay.mode", ("disabled",), "its routers choose anew in each pass"),
+        **_same("rl_config.opponents.roles", ([],), "snapshots of earlier weights have not run with it"),
         **_same("msprobe_config.msprobe", (False,), "dumps record the modules of Megatron"),
     },
     without_effect={
@@ -119,6 +120,9 @@ _FSDP = _EngineLimits(
         "ddp_bucket_size": "a layer is a bucket",
         "padded_vocab_size": "its embedding has the rows of config.json",
         "sequence_parallel": _SHARDS,
+        **dict.fromkeys(
+            "dynamic_context_parallel min_dynamic_context_parallel_size".split(), "all rows are divided over the same devices"
+        ),
         "optimizer_offload_path": "it has no file of optimizer states",
         "swap_optimizer_times": "a swapped optimizer comes to the device in one part",
         "hccl_group_buffer": "its one group has rl_config.hccl_buffersize",

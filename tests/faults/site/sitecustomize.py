@@ -1,16 +1,19 @@
 """Faults on demand in the real processes of a run; first on PYTHONPATH, so that every interpreter of the run imports it.
 
 `FAULTS` names a folder; a copy of a fork server has its run's folder. A file `<anything>.json` in it arms a fault; the process
-that comes to the place first takes it (the file becomes `.taken`) and does what it says. Without the variable nothing happens.
+that comes to the place first takes it (the file becomes `.taken`) and does what it says. One that "stays" strikes each time.
+Without the variable nothing happens.
 
     {"place": "worker.update_actor", "rank": 1, "how": "kill"}
 
 Places: see PLACES. How: kill, stop (SIGSTOP), hang (sleeps for ever), slow (for `seconds`), raise, exit; of a step also "nan
-weight"; of a bucket drop, repeat, corrupt; of an address "take" (somebody else listens there).
+weight"; of a bucket drop, repeat, corrupt; of an address "take" (somebody else listens there). Counters of the machine grow by
+`counts`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
@@ -39,7 +42,11 @@ def take(place: str, rank: int | None) -> dict[str, Any] | None:
         try:
             fault = json.loads(path.read_text())
             if fault["place"] == place and fault.get("rank", rank) == rank:
-                path.rename(path.with_suffix(".taken"))
+                taken = path.with_suffix(".taken")
+                if fault.get("stays"):
+                    taken.touch()
+                else:
+                    path.rename(taken)
                 return fault
         except (OSError, ValueError):
             continue
@@ -159,6 +166,21 @@ def offload_module(module: ModuleType) -> None:
     module.Storages.free = around("storages", "free", module.Storages.free)
 
 
+def host_module(module: ModuleType) -> None:
+    """Counters of the driver's machine: each look adds `counts` to those that the system has."""
+    inner, looks = module.HostLoad._sample, 0
+
+    def sample(self: Any) -> Any:
+        nonlocal looks
+        result, fault = inner(self), take("host.sample", None)
+        if fault is None:
+            return result
+        looks += 1
+        return dataclasses.replace(result, **{name: getattr(result, name) + looks * n for name, n in fault["counts"].items()})
+
+    module.HostLoad._sample = sample
+
+
 def server_module(module: ModuleType) -> None:
     """Calls of a rollout server; `rank` is its index."""
     inner = module.ServerProcess.call
@@ -212,6 +234,7 @@ PLACES: dict[str, Callable[[ModuleType], None]] = {
     "mindspeed_rl.engine.train_engine": engine_module,
     "mindspeed_rl.engine.checkpoint": checkpoint_module,
     "mindspeed_rl.engine.offload": offload_module,
+    "mindspeed_rl.observability.host_load": host_module,
     "mindspeed_rl.resharding.transfer": sources_module,
     "mindspeed_rl.serving.server_process": server_module,
 }

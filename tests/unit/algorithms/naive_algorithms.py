@@ -117,6 +117,8 @@ def advantages(
         for group in _groups(scores, size):
             out += [(score - _mean(group)) / _mean(group) if _mean(group) else 0.0 for score in group]
         return _spread(out, mask)
+    if name == "flash_reinforce":
+        return _spread([score - _mean(scores) for score in scores], mask)
     if name == "reinforce_plus_plus":
         return _whiten(_returns(rewards, mask, kl, kl_coef, gamma), mask)
     if name == "reinforce_plus_plus_baseline":

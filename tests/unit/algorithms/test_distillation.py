@@ -11,6 +11,7 @@ from sample_objectives import objective
 from teachers import TERM
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
+from torch.nn import functional
 
 from mindspeed_rl.algorithms.distillation import compute_divergence, compute_weighted_divergence
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
@@ -210,3 +211,32 @@ def test_as_a_reward_the_old_policy_s_divergence_enters_the_advantage_of_its_tok
     loss.loss_sum.backward()
     expected.loss_sum.backward()
     torch.testing.assert_close(log_probs.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_on_responses_of_the_data_the_loss_is_that_of_gkd_with_the_supervised_term(beta: float) -> None:
+    """Divergence over the vocabulary as TRL and ms-swift write it, F.kl_div against the mixture, plus alpha * cross entropy."""
+    generator = torch.Generator().manual_seed(4)
+    labels, mask = torch.randint(7, (2, 4), generator=generator), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
+    student, teacher = (torch.randn(2, 4, 7, generator=generator) for _ in range(2))
+    student.requires_grad_()
+    log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
+    settings = replace(TERM, loss_mode="jsd_topk", topk=7, beta=beta, supervised_coef=0.25, on_policy_fraction=0.5)
+    divergence = compute_divergence(log_q, log_p, kind="jsd", beta=beta)
+    chosen = log_q.gather(-1, labels[..., None]).squeeze(-1)
+    batch = PolicyBatch(chosen, torch.zeros(2, 4), mask, divergence=(divergence, divergence * 0, divergence * 0))
+    loss = policy_loss(batch, replace(objective("bnpo"), distillation=settings))
+    rows, true = student.detach().clone().requires_grad_(), teacher[mask].log_softmax(-1)
+    ours = rows[mask].log_softmax(-1)
+    if beta in (0.0, 1.0):
+        pair = (ours, true) if beta == 0.0 else (true, ours)
+        jsd = functional.kl_div(*pair, reduction="none", log_target=True)
+    else:
+        mixture = torch.logsumexp(torch.stack([ours + math.log(1 - beta), true + math.log(beta)]), dim=0)
+        sides = [functional.kl_div(mixture, side, reduction="none", log_target=True) for side in (true, ours)]
+        jsd = beta * sides[0] + (1 - beta) * sides[1]
+    expected = jsd.sum() / mask.sum() + 0.25 * functional.cross_entropy(rows[mask], labels[mask])
+    torch.testing.assert_close(loss.loss_sum / loss.count, expected)
+    (loss.loss_sum / loss.count).backward()
+    expected.backward()
+    torch.testing.assert_close(student.grad, rows.grad)

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from mindspeed_rl.algorithms.mismatch import DEPTHS, measure_depths
+from mindspeed_rl.algorithms.mismatch import DEPTHS, measure_depths, measure_experts
 
 
 def test_buckets_and_classes_are_those_of_a_loop_over_the_tokens() -> None:
@@ -42,3 +42,14 @@ def test_masked_tokens_may_have_any_value() -> None:
     computed, recorded = torch.tensor([[float("nan"), 1.0]]), torch.tensor([[0.0, 1.5]])
     found = {name: total for name, total, _ in measure_depths(computed, recorded, torch.tensor([[False, True]]))}
     assert found["mismatch/first_token"] == 0.5 and "mismatch/after_tool" not in found
+
+
+def test_tokens_are_grouped_by_the_experts_that_both_would_choose() -> None:
+    # two layers, two experts a token; order does not count
+    replayed = torch.tensor([[[0, 1], [2, 3]], [[0, 1], [2, 3]], [[0, 1], [2, 3]], [[4, 5], [6, 7]], [[-1, -1], [0, 1]]])
+    chosen = torch.tensor([[[1, 0], [3, 2]], [[0, 1], [2, 4]], [[0, 2], [5, 4]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]])
+    computed, recorded = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0]), torch.full((5,), -1.0)
+    mask = torch.tensor([True, True, True, False, True])  # the fourth is a tool's, the last has no experts
+    found = {name: (total, count) for name, total, count in measure_experts(computed, recorded, mask, chosen, replayed)}
+    # 4 of 4, 3 of 4 and 1 of 4 experts are equal
+    assert found == {"mismatch/experts/0": (2.0, 1), "mismatch/experts/50": (1.0, 1), "mismatch/experts/100": (0.0, 1)}

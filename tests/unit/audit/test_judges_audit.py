@@ -136,3 +136,12 @@ def test_one_judge_alone_and_an_address_without_a_server_are_refused(judge: Call
     code, text = judge("", ROWS, "--judge=no_address", "--human=human")
     assert code == 2 and "must look like http://host:port/v1" in text
     assert "the run has no rl_config.judge_url" in judge("", ROWS, "--human=human")[1]
+
+
+def test_the_panel_of_the_run_is_asked_and_each_vote_of_a_judge_is_one(judge: Callable[..., tuple[int, Any]], url: str) -> None:
+    keys = [f"rl_config.judge_url={url}", "rl_config.judge_model=exact", f"rl_config.judge_panel=[also_exact@{url}]"]
+    code, found = judge("odd", ROWS, *keys)
+    assert code == 1 and [one["name"] for one in found["judges"]] == ["exact", "also_exact", "odd"]
+    assert [pair["percent"] for pair in found["pairs"]] == [1.0, 0.5, 0.5]
+    code, found = judge("", ROWS, *keys[:2], "rl_config.judge_repeats=2", "rl_config.judge_temperature=0.7")
+    assert code == 0 and [one["name"] for one in found["judges"]] == ["exact, vote 1", "exact, vote 2"]

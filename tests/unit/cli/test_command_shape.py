@@ -14,6 +14,7 @@ import pytest
 from patience import patient
 
 import mindspeed_rl
+from mindspeed_rl.cli import audit, plan, recipe
 from mindspeed_rl.cli.main import _EXAMPLES, COMMANDS, main
 
 PACKAGE = Path(mindspeed_rl.__file__).parent
@@ -110,9 +111,19 @@ def test_a_command_ends_with_its_status_behind_threads_handlers_and_output() -> 
     assert (done.returncode, done.stdout.split()) == (3, ["command", "thread", "handler"]), done.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "doctor"])
+#: kinds that work without options
+_COMPLETE = {"plan run", "recipe list", "recipe plan"}
+
+
+def test_every_kind_of_a_command_has_an_example() -> None:
+    kinds = {f"audit {kind}" for kind in audit._AUDITS} | {f"plan {kind}" for kind in plan._PLANS}
+    kinds |= {f"recipe {kind}" for kind in recipe._COMMANDS}
+    assert kinds - _COMPLETE == {name for name in _EXAMPLES if " " in name}
+
+
+@pytest.mark.parametrize("name", sorted(_EXAMPLES.keys() | COMMANDS.keys() - {"doctor"}))
 def test_a_command_without_arguments_shows_what_to_do_next(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name]) == 2
+    assert main(name.split()) == 2
     shown = capsys.readouterr().err
     assert f"  mindspeed-rl {name} {_EXAMPLES[name]}" in shown and shown.rstrip().endswith("--help shows all")
 

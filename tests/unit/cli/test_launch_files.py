@@ -15,6 +15,7 @@ import yaml
 
 from mindspeed_rl.cli import launch
 from mindspeed_rl.cli.launch import _LaunchSettings
+from mindspeed_rl.cli.launch_files import _find_machine
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "data" / "schedulers"
 #: 256 devices: 16 nodes of A3
@@ -172,3 +173,25 @@ def test_what_cannot_be_written_is_refused(
     printed = capsys.readouterr().err
     assert error in printed and all(line.startswith("error: ") for line in printed.splitlines()), printed
     assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("kind", ["volcano", "rayjob", "slurm", "docker-compose"])
+def test_the_machine_is_that_of_the_run_files_name_where_none_is_given(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run, machine in (("grpo_qwen3_8b_A3", "a3"), ("grpo_qwen3_8b_950DT", "a5"), ("grpo_qwen3_8b_A2_1die", "a2")):
+        assert launch.main(["--write", kind, run, "--no-token", "-o", str(tmp_path / "found")]) == 0
+        assert f"machines: {machine}, which the name of the run file has (--machine)\n" in capsys.readouterr().err
+        assert (tmp_path / "found").read_text() == write(tmp_path, kind, "--no-token", run=run, machine=machine)
+        capsys.readouterr()
+
+
+def test_a_run_on_cpus_needs_no_machine_and_a_name_without_one_is_asked_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(["--write", "docker-compose", "grpo_tiny_cpu", "-o", str(tmp_path / "job")]) == 0
+    assert "machines" not in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"--machine is missing, and the name mine has none: a2 \(8 devices\), a3 \(16"):
+        _find_machine("npu", "folder_A3/mine.yaml")
+    with pytest.raises(ValueError, match="the name A2_or_A3 has none"):
+        _find_machine("npu", "A2_or_A3.yaml")

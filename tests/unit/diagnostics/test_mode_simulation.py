@@ -85,6 +85,20 @@ def test_engines_without_room_for_all_samples_gain_by_starting_the_longest_first
     assert seconds[1.0, True] == pytest.approx(seconds[1.0, False]) and seconds[0.25, True] < 0.95 * seconds[0.25, False]
 
 
+def test_first_samples_say_less_than_an_earlier_epoch() -> None:
+    tail = PhaseTimes("tail", 10.0, 0.0, 0.0, 32, 8)
+    sync = Mode(Admission("pace", 0, 32), False, 1.0, places=0.25)
+    seconds = {
+        (first, earlier): simulate(
+            tail, dataclasses.replace(sync, first_samples=first, longest_first=earlier), by_prompt=True
+        ).iteration_s
+        for first in (False, True)
+        for earlier in (False, True)
+    }
+    assert seconds[False, True] < seconds[True, False] < seconds[False, False]
+    assert seconds[True, True] == pytest.approx(seconds[False, True], rel=0.02)
+
+
 def test_spare_samples_shorten_a_rollout_by_its_longest_responses_and_cost_their_tokens() -> None:
     tail = PhaseTimes("tail", 10.0, 0.0, 0.0, 32, 8)
     sync = Mode(Admission("pace", 0, 32), False, 1.0)

@@ -234,14 +234,10 @@ def test_lora_layers_and_adapters(folder: Path) -> None:
         ({"finetuning_type": "freeze"}, "finetuning_type: .*freeze; lora and full"),
         ({"finetuning_type": "oft"}, "finetuning_type: .*oft"),
         ({"use_rslora": True}, "rank-stabilized"),
-        ({"use_dora": True}, "DoRA"),
-        ({"pissa_init": True}, "PiSSA"),
-        ({"use_galore": True}, "GaLore"),
         ({"use_badam": True}, "BAdam"),
-        ({"use_apollo": True}, "APOLLO"),
-        ({"quantization_bit": 4}, "QLoRA"),
-        ({"model_name_or_path": "x/Llama-3-8B-AWQ"}, "quantized base weights"),
-        ({"pure_bf16": True}, "without fp32 main copies"),
+        ({"quantization_bit": 4, "finetuning_type": "full"}, "quantized weights that train"),
+        ({"ref_model_quantization_bit": 4}, "another model with quantized weights"),
+        ({"model_name_or_path": "x/Llama-3-8B-AWQ"}, "quantized base weights; write --set BASE_MODEL=FOLDER"),
         ({"train_on_prompt": True}, "questions that train"),
         ({"mask_history": True}, "only the last answer"),
         ({"use_eaft_loss": True}, "EAFT"),
@@ -269,6 +265,39 @@ def test_lora_layers_and_adapters(folder: Path) -> None:
 def test_what_is_not_available_is_named(folder: Path, values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         take(write(folder, values))
+
+
+@pytest.mark.parametrize(
+    ("values", "number", "text"),
+    [
+        ({"quantization_bit": 4, "double_quantization": True}, "weights", r"frozen ones in 4 bits \(bnb\)"),
+        ({"quantization_bit": 8, "quantization_method": "hqq"}, "weights", r"frozen ones in 8 bits \(hqq\)"),
+        ({"fp8": True, "fp8_backend": "torchao"}, "weights", r"products in fp8 \(torchao\)"),
+        ({"pure_bf16": True}, "weights", "bfloat16, moments too"),
+        ({"optim": "paged_adamw_8bit", "pure_bf16": True}, "weights", "bfloat16, moments too; moments in 8 bits"),
+        ({"pissa_init": True, "pissa_iter": 16}, "adapter_start", "pissa, by which the model computes the same"),
+        ({"use_dora": True}, "adapter_form", "DoRA"),
+        ({"use_galore": True, "galore_rank": 128}, "optimizer_state", "GaLore projects to rank 128"),
+        ({"use_apollo": True}, "optimizer_state", "APOLLO projects to rank 16"),
+        ({"use_adam_mini": True}, "optimizer_state", "one second moment for each block"),
+    ],
+)
+def test_formats_and_states_that_differ_by_their_nature_are_named(
+    folder: Path, values: dict[str, object], number: str, text: str
+) -> None:
+    file = write(folder, {"finetuning_type": "lora", **values})
+    with pytest.raises(ConfigError, match=rf"{number} would be .*{text}.* in LLaMA-Factory; --accept {number}"):
+        take(file)
+    settings = ImportSettings(devices=4, accepted=frozenset((number,)), folder=folder)
+    assert import_command(PROJECTS["llama-factory"], file, settings).plans is not None
+
+
+def test_a_quantized_model_is_trained_from_the_one_that_it_is_made_of(folder: Path) -> None:
+    file = write(folder, {"finetuning_type": "lora", "model_name_or_path": "x/Llama-3-8B-AWQ"})
+    variables = {"BASE_MODEL": "x/Llama-3-8B"}
+    settings = ImportSettings(devices=4, accepted=frozenset(("weights",)), folder=folder, variables=variables)
+    keys = training(import_command(PROJECTS["llama-factory"], file, settings))
+    assert (keys["load"], keys["tokenizer_name_or_path"]) == ("x/Llama-3-8B", "x/Llama-3-8B")
 
 
 @pytest.mark.parametrize("name", ["use_dora", "use_galore", "pissa_init", "shift_attn", "quantization_bit", "use_mca"])

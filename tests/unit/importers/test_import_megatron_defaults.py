@@ -67,7 +67,9 @@ def test_slime_evaluates_with_the_sampling_of_the_rollout() -> None:
     assert take("slime", command).tree["rl_config"]["eval_greedy"] is False
     assert take("slime", command + "--eval-temperature 0").tree["rl_config"]["eval_greedy"] is True
     other = take("slime", command + "--eval-top-p 0.7 --n-samples-per-eval-prompt 16")
-    assert "0.7: held-out prompts are sampled as in training, with null" in other.without_effect["--eval_top_p"]
+    assert "'eval_top_p': 0.7" in str(other.tree)
+    longer = take("slime", command + "--eval-max-response-len 9000")
+    assert "9000: held-out prompts are sampled as in training, with " in longer.without_effect["--eval_max_response_len"]
     assert "'eval_n_samples': 16" in str(other.tree)
 
 
@@ -150,10 +152,35 @@ def test_experts_with_adapters_do_without_the_overlap_that_has_none() -> None:
 
 def test_slime_s_samples_of_held_out_prompts_are_those_of_its_evaluation() -> None:
     command = SLIME + NO_DROPOUT + "--hf-checkpoint m --eval-prompt-data aime a.jsonl --eval-interval 5 "
-    several = take("slime", command + "--eval-temperature 0.6 --n-samples-per-eval-prompt 8")
+    several = take("slime", command + "--eval-temperature 0.6 --n-samples-per-eval-prompt 8 --eval-top-p 0.7")
     keys = {name: value for group in several.tree.values() if isinstance(group, dict) for name, value in group.items()}
-    assert (keys["eval_n_samples"], keys["eval_temperature"]) == (8, 0.6)
+    assert (keys["eval_n_samples"], keys["eval_temperature"], keys["eval_top_p"]) == (8, 0.6, 0.7)
     # greedy samples are all the same
     greedy = take("slime", command + "--eval-temperature 0 --n-samples-per-eval-prompt 8")
     assert greedy.tree["rl_config"]["eval_greedy"] is True and "eval_n_samples" not in str(greedy.tree)
     assert "all the same" in greedy.without_effect["--n_samples_per_eval_prompt"]
+
+
+def test_adapters_of_latent_attention_are_those_that_it_has_here() -> None:
+    latent = (
+        "--multi-latent-attention --qk-pos-emb-head-dim 64 --qk-head-dim 128 --q-lora-rank 1536 --kv-lora-rank 512 "
+        "--v-head-dim 128 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 "
+    )
+    command = LLM + latent + "--data-path ./d --lora-r 8 --lora-target-modules "
+    with pytest.raises(ConfigError, match="adapter_form would be LoRA here, but is LoRA, also of linear_qkv"):
+        take("mindspeed-llm", command + "linear_qkv linear_proj")
+    plain = take("mindspeed-llm", command + "linear_proj")
+    assert plain.get("megatron_training.lora_target_modules") == ["linear_proj"]
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("train_fsdp2.py x.yaml --parallel.fsdp_size 8", "train_fsdp2.py: not available here: the FSDP2 backend"),
+        ("rlhf_gpt.py --config-name grpo_qwen25_7b_A3", "rlhf_gpt.py: it starts MindSpeed-RL by the name of a run file"),
+        ("pretrain_mamba.py --num-layers 4", "pretrain_mamba.py: not available here: Mamba"),
+    ],
+)
+def test_other_scripts_of_mindspeed_llm_are_refused_by_name(script: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        take("mindspeed-llm", f"torchrun --nproc_per_node 8 {script}")

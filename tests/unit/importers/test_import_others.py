@@ -361,6 +361,20 @@ def test_corrections_of_openrlhf_have_their_names(kind: str, threshold: str, exp
     assert tuple(run.tree["rl_config"].get(f"rollout_importance_sampling_{key}") for key in keys) == expected
 
 
+def test_gspo_of_openrlhf_with_a_correction_has_its_ratio_to_the_sampler_and_no_weight() -> None:
+    words = "--algo.advantage.estimator flash_reinforce --algo.kl.init_coef 0 --actor.policy_loss_type gspo "
+    run = take("openrlhf", f"{OPENRLHF} {words} --algo.advantage.is_correction_level token")
+    rl = run.tree["rl_config"]
+    assert (rl["old_log_probs"], rl["importance_sampling_level"], rl["adv_estimator"]) == (
+        "rollout",
+        "sequence",
+        "flash_reinforce",
+    )
+    assert "rollout_importance_sampling_mode" not in rl
+    words = "--algo.advantage.estimator reinforce --algo.kl.use_loss --algo.kl.estimator k2 --algo.kl.unbiased_gradient"
+    assert take("openrlhf", f"{OPENRLHF} {words}").tree["rl_config"]["use_bias_correction_kl"] is True
+
+
 def test_a_lower_bound_of_the_weights_is_a_number_that_is_accepted_by_name() -> None:
     openrlhf = OPENRLHF + "--algo.advantage.estimator reinforce --algo.advantage.is_correction_enable "
     slime = SLIME + "--num-rollout 5 --use-tis --tis-clip 5 --tis-clip-low 0.5 "

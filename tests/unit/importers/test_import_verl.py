@@ -160,6 +160,14 @@ def test_expert_parallelism_and_megatrons_arguments_are_kept() -> None:
     assert run.plans is not None and (run.plans[1].ep, run.plans[1].dp) == (4, 4)
 
 
+def test_a_data_parallel_group_without_experts_is_so_many_replicas() -> None:
+    run = imported(f"{R}.data_parallel_size=2 {R}.tensor_model_parallel_size=2")
+    assert "each of them is a replica here" in run.same[f"{R}.data_parallel_size"]
+    assert values(run, "generate_config.infer_tensor_parallel_size", "generate_config.enable_expert_parallel") == [2, None]
+    model = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B"
+    assert "without expert parallelism, of a model with experts" in refusal(f"{R}.data_parallel_size=2 {model}")
+
+
 def test_the_penalty_of_long_responses_is_the_reward_managers() -> None:
     k = "+reward_model.reward_kwargs"
     buffer = f"{k}.overlong_buffer_cfg.enable=True {k}.overlong_buffer_cfg.len=128 {k}.overlong_buffer_cfg.penalty_factor=0.5"
@@ -462,19 +470,19 @@ def test_rollout_corrections() -> None:
 @pytest.mark.parametrize(
     ("options", "expected", "note"),
     [
-        ("do_sample=True V.n=16 V.temperature=0.6 V.top_p=0.7", [False, 16, 0.6], "0.7: held-out prompts"),
-        ("do_sample=True V.temperature=1.0 V.top_p=1.0", [False, None, None], "as in training"),
+        ("do_sample=True V.n=16 V.temperature=0.6 V.top_p=0.7 V.top_k=40", [False, 16, 0.6, 0.7, 40], ""),
+        ("do_sample=True V.temperature=1.0 V.top_p=1.0", [False, None, None, None, None], "as in training"),
         # verl's default temperature of an evaluation is 0
-        ("do_sample=True V.n=4 V.top_p=0.7", [True, None, None], "the evaluation is greedy"),
-        ("do_sample=False V.n=4 V.temperature=1.0 V.top_p=1", [True, None, None], "the evaluation is greedy"),
+        ("do_sample=True V.n=4 V.top_p=0.7", [True, None, None, None, None], "the evaluation is greedy"),
+        ("do_sample=False V.n=4 V.temperature=1.0 V.top_p=1", [True, None, None, None, None], "the evaluation is greedy"),
     ],
 )
 def test_evaluations_are_sampled_as_there(options: str, expected: list[object], note: str) -> None:
     prefix = "actor_rollout_ref.rollout.val_kwargs."
     run = imported(f"{prefix}{options.replace('V.', prefix)}")
-    keys = ("rl_config.eval_greedy", "megatron_training.eval_n_samples", "megatron_training.eval_temperature")
-    assert values(run, *keys) == expected
-    assert note in run.without_effect[f"{prefix}top_p"]
+    names = ("n_samples", "temperature", "top_p", "top_k")
+    assert values(run, "rl_config.eval_greedy", *(f"megatron_training.eval_{name}" for name in names)) == expected
+    assert note in run.without_effect.get(f"{prefix}top_p", "")
     if "n=4" in options:
         assert "greedy ones are all the same" in run.without_effect[f"{prefix}n"]
 

@@ -31,6 +31,12 @@ SAME = {
     "array that may be empty": f'A=({OPTIONS})\nE=()\n{N} swift rlhf "${{A[@]}}" ${{E[@]+"${{E[@]}}"}}',
     "length of an array": f"A=(1 2 3 4 5 6 7 8)\nNPROC_PER_NODE=${{#A[@]}} {COMMAND}",
     "array that grows": f'declare -a A\nfor w in {OPTIONS}; do A+=("$w"); done\n{N} swift rlhf "${{A[@]}}"',
+    "array that is read between commas": f'IFS=, read -ra A <<< "x,0.01"\n{N} {_with_beta("${A[1]}")}',
+    "variables that are read between colons": f"IFS=: read A B <<< 'x:0.01'\n{N} {_with_beta('$B')}",
+    "first number of seq": f"for n in $(seq 8 8 16); do\nNPROC_PER_NODE=$n {COMMAND}\ndone",
+    "last number of seq": f"NPROC_PER_NODE=$(seq 8 8) {COMMAND}",
+    "range in braces": f"for n in {{8..16..8}}; do\nNPROC_PER_NODE=$n {COMMAND}\ndone",
+    "list in braces": f"for n in {{8,16}}; do\nNPROC_PER_NODE=$n {COMMAND}\ndone",
     "associative array": f"declare -A O=([beta]=0.01)\n{N} {_with_beta('${O[beta]}')}",
     "here-document of a shell": f"bash <<EOF\n{N} {COMMAND}\nEOF",
     "quoted here-document": f"bash <<'EOF'\n{N} {COMMAND}\nEOF",
@@ -92,7 +98,7 @@ def test_a_form_is_the_same_command(form: str, tmp_path: Path) -> None:
     [
         f"B=$(awk 'BEGIN{{print 0.01}}')\n{_with_beta('$B')}",
         f"if [ -f /absent/x ]; then B=1; else B=2; fi\n{_with_beta('$B')}",
-        f"for b in $(seq 1 2); do\n{_with_beta('$b')}\ndone",
+        f"for b in $(ls runs); do\n{_with_beta('$b')}\ndone",
     ],
 )
 def test_what_only_a_machine_knows_is_marked_and_asked_for(text: str) -> None:

@@ -104,11 +104,12 @@ def test_a_value_that_only_the_machine_knows_is_requested_by_name_and_line() -> 
 
 
 def test_a_placeholder_is_requested_as_a_value_that_is_not_there() -> None:
-    script = 'A="your model ckpt path"\nB=your_data_path\nC="Your task: answer"\ntrain --a $A --b $B --c "$C"'
+    values = 'A="your model ckpt path"\nB=your_data_path\nD="your tokenizer.model file path"\nC="Your task: answer"\n'
+    script = f'{values}train --a $A --b $B --d $D --c "$C"'
     (command,) = read_script(script)
-    assert [name for name, _ in list_unknown(list(command.words))] == ["A", "B"]
-    (known,) = read_script(script, {"A": "/m", "B": "/d"})
-    assert known.words == ("train", "--a", "/m", "--b", "/d", "--c", "Your task: answer")
+    assert [name for name, _ in list_unknown(list(command.words))] == ["A", "B", "D"]
+    (known,) = read_script(script, {"A": "/m", "B": "/d", "D": "/t"})
+    assert known.words == ("train", "--a", "/m", "--b", "/d", "--d", "/t", "--c", "Your task: answer")
 
 
 def test_a_value_of_the_user_is_not_changed_by_the_script() -> None:

@@ -92,29 +92,108 @@ def test_megatron_counts_rows_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (f"{TEACHER} --lmbda 0.5", "sampled_steps would be all here, but is 50% of them by chance, the others are"),
-        (f"{TEACHER} --lmbda 0", "--lmbda 0: not available here: all steps on the answers of the data"),
+        (f"{TEACHER} --lmbda 0.5 --dataset AI-ModelScope/clevr_cogen_a_train", "responses of the data next to images"),
+        (
+            f"{TEACHER} --lmbda 0.5 --sft_alpha 0.1",
+            "0.1 times the supervised loss at temperature 0.9 here, but is 0.5 of them by chance, the others are on the "
+            "responses of the data, with 0.1 times the supervised loss at temperature 1 in ms-swift; --accept sampled_steps",
+        ),
         (f"{TEACHER} --seq_kd true", "sequence distillation"),
         (f"{TEACHER} --teacher_adapters a", "a teacher with adapters"),
         (f"{SERVER} --dataset AI-ModelScope/clevr_cogen_a_train", "images for a teacher on a server"),
-        ('--teacher_model_server \'[{"url": "http://a"}]\' --gkd_logits_topk 8', "several teachers in a command"),
+        (
+            '--teacher_model_server \'[{"url": "http://a"}]\' --gkd_logits_topk 8',
+            "several teachers that are not servers with a url and tags each",
+        ),
+        ('--teacher_model \'[{"model": "a", "tags": ["x"]}]\'', "several teachers that are not servers"),
     ],
 )
 def test_what_has_no_place_is_refused_by_name(options: str, sentence: str) -> None:
     assert sentence in fail(options)
 
 
-def test_half_of_the_steps_are_on_the_answers_unless_the_command_says_otherwise() -> None:
-    sentence = "is 50% of them by chance, the others are on the answers of the data{} in ms-swift; --accept sampled_steps"
-    base = GKD.replace("--lmbda 1", "")
-    assert sentence.format("") in fail(TEACHER, base)
-    assert sentence.format(" and a supervised loss") in fail(f"{TEACHER} --sft_alpha 0.1", base)
+def mixture(run: Import) -> list[object]:
+    return [keys(run).get(name) for name in ("on_policy_fraction", "response_column", "supervised_coef")]
+
+
+def test_half_of_the_steps_are_on_responses_of_the_data_unless_the_command_says_otherwise() -> None:
+    base = GKD.replace("--lmbda 1", "--temperature 1")
+    run = take(f"{TEACHER} --sft_alpha 0.1", base)
+    assert mixture(run) == [0.5, "labels", 0.1]
+    assert run.get("megatron_training.dataset_additional_keys") == ["labels"]
+    assert run.plans is not None
+    text = "{} of them by chance, the others are on the responses of the data{}"
+    supervised = ", with 0.1 times the supervised loss at temperature 1"
+    assert {plan.sampled_steps for plan in run.plans} == {text.format(0.5, supervised)}
+    for share in ("0", "0.25"):
+        run = take(f"{TEACHER} --lmbda {share}", base)
+        assert mixture(run) == [float(share), "labels", None]
+        assert run.plans is not None and {plan.sampled_steps for plan in run.plans} == {text.format(share, "")}
+    assert mixture(take(TEACHER)) == [None, None, None]
+
+
+def test_megatron_samples_nothing_without_an_engine() -> None:
+    base = (
+        "NPROC_PER_NODE=8 megatron rlhf --rlhf_type gkd --model models/base --dataset rows.jsonl#1600 --micro_batch_size 2 "
+        "--global_batch_size 16 --num_train_epochs 1 --use_vllm {}"
+    )
+    assert mixture(take(TEACHER, base.format("false --lmbda 1")))[0] == 0.0
+    assert mixture(take(TEACHER, base.format("true --vllm_mode colocate")))[0] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "expected"),
+    [
+        (
+            '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}',
+            "messages",
+            {"messages": "messages", "response": "messages"},
+        ),
+        ('{"query": "q", "response": "a"}', "response", {"prompt": "query", "query": ""}),
+        ('{"problem": "q", "solution": "a"}', "solution", {"prompt": "problem", "query": "", "response": "solution"}),
+        ('{"instruction": "q", "input": "", "output": "a"}', "output", None),
+        ('{"prompt": "q", "labels": "a"}', "labels", {"prompt": "prompt", "query": ""}),
+    ],
+)
+def test_the_column_of_the_responses_is_the_one_of_the_first_row(
+    tmp_path: Path, row: str, column: str, expected: dict[str, str] | None
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(row)
+    run = take(f"{TEACHER} --lmbda 0.5", folder=tmp_path)
+    assert mixture(run)[1] == column and run.get("megatron_training.map_keys") == expected
+    assert run.get("megatron_training.dataset_additional_keys") == [column]
+    handler = "R1SharegptStyleInstructionHandler" if column == "messages" else None
+    assert run.get("megatron_training.handler_name") == handler
+
+
+def test_messages_that_end_with_a_question_have_no_response(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "q"}], "solution": "a"}')
+    with pytest.raises(ConfigError, match="--lmbda: not available here: rows without responses next to a value below 1"):
+        take(f"{TEACHER} --lmbda 0.5", folder=tmp_path)
+    assert take(TEACHER, folder=tmp_path).get("megatron_training.handler_name") is None
 
 
 def test_rows_that_a_plug_in_makes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "plugin.py").write_text("from swift.dataset import register_dataset\nregister_dataset(...)\n")
     with pytest.raises(ConfigError, match=r"rows of rows.jsonl that its code makes \(register_dataset\).*--set dataset=FILE"):
         take(f"{TEACHER} --external_plugins plugin.py", folder=tmp_path)
+
+
+SEVERAL = (
+    '--teacher_model_server \'[{"url": "http://a:1", "tags": ["math", "logic"]}, '
+    '{"url": "http://b:2/v1/", "tags": ["code"]}]\' --teacher_tag_key tag --temperature 1'
+)
+
+
+def test_several_servers_teach_the_rows_with_their_tags() -> None:
+    run = take(f"{SEVERAL} --gkd_logits_topk 8")
+    names = ("teacher_models", "teacher_keys", "teacher_key")
+    urls = ["http://a:1/v1", "http://a:1/v1", "http://b:2/v1"]
+    assert [keys(run)[name] for name in names] == [urls, ["math", "logic", "code"], "tag"]
+    assert run.get("megatron_training.dataset_additional_keys") == ["tag"]
+    grpo = take(f"{SEVERAL} --reward_funcs accuracy", GKD.replace("gkd", "grpo").replace("steps 2", "steps 8"))
+    assert [keys(grpo)[name] for name in names] == [urls, ["math", "logic", "code"], "tag"]
+    assert grpo.get("megatron_training.dataset_additional_keys") == ["labels", "tag"]
 
 
 def test_the_options_of_gkd_change_nothing_in_grpo() -> None:

@@ -197,8 +197,10 @@ def test_columns_of_prompts_are_those_that_ms_swift_reads(tmp_path: Path, row: d
     assert own.get("megatron_training.map_keys") == {"prompt": "a"}
 
 
-def test_prompts_that_end_with_an_answer_are_refused(tmp_path: Path) -> None:
-    row = {"messages": [*ASKED, {"role": "assistant", "content": "2"}], "solution": "2"}
-    (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ConfigError, match="rows that end with an answer"):
-        take(GRPO, folder=tmp_path)
+def test_the_last_answer_of_messages_is_not_in_the_prompt(tmp_path: Path) -> None:
+    row = {"messages": [*ASKED, {"role": "assistant", "content": "2"}]}
+    for added, response in (({"solution": "2"}, "solution"), ({}, "messages")):
+        (tmp_path / "p.jsonl").write_text(json.dumps(row | added))
+        run = take(GRPO, folder=tmp_path)
+        assert run.get("megatron_training.handler_name") == "R1SharegptStyleInstructionHandler"
+        assert run.get("megatron_training.map_keys") == {"messages": "messages", "response": response}

@@ -16,6 +16,8 @@ SPEC.loader.exec_module(switches)
 
 
 _NOT_RUN = "no command on the simulator sets it yet; it decides which passes there are, not what a kernel computes"
+_SLICES = "the kernels of context parallelism in groups of fewer ranks; no run of four ranks on the simulator sets it yet"
+_CUT_OFFS = "vLLM's own operations on logits; no command on the simulator sets it yet"
 #: switches that no simulated run takes yet -> the reason; an entry that has a run, or that is refused, must go
 OPEN: dict[str, str] = {
     "rl_config.ref_dynamic_max_batch_size: set": _NOT_RUN,
@@ -24,6 +26,10 @@ OPEN: dict[str, str] = {
     "rl_config.old_log_probs_fallback: trainer": _NOT_RUN,
     "rl_config.sync_ref_model: true": "copies of weights into the reference; no command on the simulator sets it yet",
     "rl_config.eval_greedy: false": _NOT_RUN,
+    "actor_config.dynamic_context_parallel: true": _SLICES,
+    "actor_config.min_dynamic_context_parallel_size: set": _SLICES,
+    "actor_config.eval_top_p: set": _CUT_OFFS,
+    "actor_config.eval_top_k: set": _CUT_OFFS,
     "sampling_config.presence_penalty: set": "vLLM's own operations on logits; no command on the simulator sets it yet",
     "sampling_config.frequency_penalty: set": "vLLM's own operations on logits; no command on the simulator sets it yet",
 }

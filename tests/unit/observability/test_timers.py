@@ -53,6 +53,16 @@ def test_without_old_log_probs_the_reference_pass_is_the_fence():
     assert compute_timings([Interval("adv", 2.0, 2.5)])["timing/non_overlap_adv"] == 0.5
 
 
+def test_a_wait_for_rewards_is_scoring_while_nothing_else_goes_on():
+    scored = [Interval("rule_reward", 1.0, 4.0, "reward worker 0"), Interval("rule_reward", 3.0, 6.0, "reward worker 1")]
+    around = Interval("all", 0.0, 10.0)
+    assert compute_timings([*scored, around])["timing/reward_wait"] == 5.0
+    # of seconds 1 to 6 a rollout and a pass take 1 to 2 and 5 to 6
+    busy = [Interval("rollout", 0.0, 2.0, "device worker 0"), Interval("old_log_p", 5.0, 8.0, "device worker 1")]
+    assert compute_timings([*scored, *busy, around])["timing/reward_wait"] == 3.0
+    assert "timing/reward_wait" not in compute_timings(busy)
+
+
 def test_throughput_is_tokens_a_second_and_device():
     timing = {"timing/all": 4.0, "timing/update": 2.0}
     assert _compute_throughput(timing, num_tokens=800, num_devices=2) == {"e2e_tps": 100.0, "update_tps": 200.0}

@@ -6,14 +6,17 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 import yaml
 from published import DATA, MODELS
 
 from mindspeed_rl.config import load_run_config
+from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.result import ImportSettings
 from mindspeed_rl.importers.verl import PROJECT
-from mindspeed_rl.planner.devices import find_device
+from mindspeed_rl.planner.devices import DEVICES, find_device
+from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree, fit
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.promise import make_promise
 from mindspeed_rl.planner.seconds import plan_time
@@ -57,6 +60,24 @@ def test_seconds_and_bytes_of_128k_to_1m_tokens_are_finite_and_grow() -> None:
     assert all(math.isfinite(seconds) for seconds in totals) and totals == sorted(totals) and peaks == sorted(peaks)
     # attention grows with the square of the length, all else with the length
     assert 8 < totals[-1] / totals[0] < 64 and 4 < peaks[-1] / peaks[0] < 16
+
+
+@pytest.mark.slow
+def test_rows_of_1m_tokens_have_layouts() -> None:
+    # keys and values of a row: 36 layers x 2 x 8 heads x 128 x 2 bytes x 2^20 tokens = 144 GiB, 36 GiB on each of four devices
+    block = yaml.safe_load((find_project_configs() / "model" / "qwen3_8b.yaml").read_text())["qwen3_8b"]
+    request = FitRequest("qwen3_8b", block, 64, 1024, (1 << 20) - 1024, prompts=4, samples=4, num_nodes=8)
+    results = fit(request, DEVICES["A3"])
+    assert results[0].memory.verdict == "fits" and 4 in {
+        result.values["generate_config.infer_tensor_parallel_size"] for result in results
+    }
+
+
+def test_the_step_of_an_engine_does_not_grow_with_rows_above_32k_tokens() -> None:
+    def count(length: int) -> int:
+        return build_grpo_tree(FitRequest("qwen3_8b", {}, 64, 1024, length - 1024))["generate_config"]["max_num_batched_tokens"]
+
+    assert [count(length) for length in (4096, 1 << 14, 1 << 15, 1 << 20)] == [8192, 1 << 14, 1 << 15, 1 << 15]
 
 
 def test_verls_run_of_256k_tokens_on_256_devices_imports_and_is_planned(tmp_path: Path) -> None:

@@ -108,8 +108,7 @@ def test_the_planner_keeps_to_the_published_runs_that_its_constants_were_fitted_
         ratios += [run.plan_gib() / run.record["gib"]] if "gib" in run.record else []
     within = sum(1 / 1.6 < ratio < 1.6 for ratio in errors)
     assert within >= 0.9 * len(errors) and statistics.median(abs(ratio - 1) for ratio in errors) < 0.25
-    # GMPO's actor had 3 GiB more than the planner finds owners for
-    assert sorted(ratios)[0] > 0.75 and all(0.85 < ratio < 1.15 for ratio in sorted(ratios)[1:])
+    assert len(ratios) == 9 and all(0.85 < ratio < 1.15 for ratio in ratios)
 
 
 def test_a_range_is_the_error_of_runs_that_were_left_out() -> None:
@@ -135,6 +134,7 @@ def test_the_shipped_constants_are_the_fit_to_the_table(runs: list[published.Pub
     assert made == json.loads(CONSTANTS.read_text())
     errors = [error for one in left_out for _, error in one.list_errors()]
     assert statistics.median(abs(math.expm1(error)) for error in errors) < 0.25
+    assert sum(abs(error) < math.log(1.6) for error in errors) >= 0.9 * len(errors)
 
 
 @pytest.mark.slow
@@ -209,10 +209,12 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
     )
     by_name = {row["name"]: row for row in rows["rows"]}
     rollout = by_name["rollout"]
-    assert rollout["measured"] == pytest.approx(3 * rollout["with_lengths"])
+    factors = prediction.promise.time.factors if prediction.promise is not None else {}  # of the machine
+    assert rollout["measured"] == pytest.approx(3 * rollout["with_lengths"] / factors.get("rollout", 1.0))
     # nobody knew the lengths before the run: 8 tokens at most, half of them
     before = plan_time(draft(cfg), DEVICES["cpu"]).phases["rollout"]
-    assert rollout["predicted"] == prediction.seconds["rollout"].predicted == before
+    assert rollout["predicted"] == prediction.seconds["rollout"].predicted
+    assert rollout["predicted"] == pytest.approx(before * factors.get("rollout", 1.0))
     assert by_name["update: weights"]["measured"] == 0.001
     cache = by_name["generate: KV cache"]
     assert cache["measured"] == 0.002 and cache["low"] == cache["high"] == cache["predicted"] > 0
@@ -465,7 +467,7 @@ def test_each_collective_of_a_layer_has_a_latency() -> None:
 
 
 def test_a_step_of_more_responses_than_the_largest_captured_graph_runs_without_graphs() -> None:
-    efficiency = replace(NPU["megatron"], layer_s=1.0, graph_layer_s=0.25)
+    efficiency = replace(NPU["megatron"], layer_s=1.0, graph_layer_s=0.25, response_s=0.0)
     steps = _StepSeconds(DEVICES["A2"], efficiency, is_eager=False, captured=16)
     assert [steps.compute(0.0, 0.0, 10, active) for active in (1.0, 16.0, 17.0)] == [2.5, 2.5, 10.0]
     run, keys = "grpo_qwen3_8b_A3", {"generate_config__enforce_eager": False, "generate_config__max_num_seqs": 64}
@@ -479,6 +481,7 @@ def test_adapters_of_the_engine_are_further_kernels_of_its_layers() -> None:
     tree = apply_values(build_grpo_tree(request), adapters | {"actor_config.lora_alpha": 16, "rl_config.share_backbone": True})
     merged, apart = (apply_values(tree, {"generate_config.lora_push": name}) for name in ("merged", "adapter"))
     shapes = [read_shape(draft(build_run_config(tree)), DEVICES["A2"]) for tree in (merged, apart)]
-    # norms of layer, queries and keys; four matrices; rotary embeddings, attention, two sums, a norm; gate and product
+    # adapters of query, key, value and output; norms of layer, queries and keys; four matrices; rotary embeddings, attention,
+    # two sums, a norm; gate and product
     kernels = count_kernels(shapes[0].actor.plan.model_config, False)[0]
-    assert [_compare_kernels(shape) for shape in shapes] == [1.0, pytest.approx(1 + 2 * 2 / kernels)]
+    assert [_compare_kernels(shape) for shape in shapes] == [1.0, pytest.approx(1 + 2 * (3 + 1) / kernels)]

@@ -32,6 +32,7 @@ from mindspeed_rl.planner.promise_check import (
 )
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import plan_time
+from mindspeed_rl.planner.trial import MachineSpeed, correct_by_speed, measure_machine
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 
@@ -117,16 +118,41 @@ def test_on_the_cpu_earlier_runs_beside_it_say_how_fast_the_machine_is(tmp_path:
     _write_measured(tmp_path / "mine", run, 100.0)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "report.json").write_text('{"outcome": "finished"}')
-    assert make_promise(mine).time.phases == plain.phases  # none of them is an earlier run
+    first = make_promise(mine).time  # none of them is an earlier run
+    assert not any("earlier runs: " in note for note in first.notes)
     for name, factor in (("a", 3.0), ("b", 5.0), ("c", 4.0)):
         _write_measured(tmp_path / name, run, factor)
     promise = make_promise(mine)
     assert promise.time.phases == pytest.approx({name: 4.0 * seconds for name, seconds in plain.phases.items()})
     assert any("earlier runs: " in note for note in promise.time.notes)
     # of another kind, or on devices whose constants are fitted
-    assert not make_promise(replace(sft, folder=tmp_path / "new")).time.factors
+    assert not any("earlier runs: " in note for note in make_promise(replace(sft, folder=tmp_path / "new")).time.notes)
     npu, _ = _draft("grpo_qwen3_8b_A3")
     assert not make_promise(replace(npu, folder=tmp_path / "new")).time.factors
+
+
+def test_the_first_promise_on_a_cpu_is_corrected_by_what_the_machine_does_in_a_trial() -> None:
+    run, _ = _draft("grpo_tiny_cpu")
+    device = DEVICES["cpu"]
+    plain = plan_time(run, device)
+    # host work and products twice as slow as the constants, memory as fast
+    half = MachineSpeed(device.flops / 2, device.bandwidth, 6.6e-7)
+    made = correct_by_speed(plain, run, device, None, half)
+    assert 1.8 * plain.phases["update"] < made.phases["update"] < 2 * plain.phases["update"]  # gradients move as fast
+    assert plain.phases["rollout"] < made.phases["rollout"] < 2.1 * plain.phases["rollout"]
+    # the report corrects the plan of real lengths by it
+    assert made.factors["update"] == made.phases["update"] / plain.phases["update"]
+    assert any("as measured now: 40 Gflop/s of a worker in products of 128 x 384" in note for note in made.notes)
+
+
+def test_a_trial_is_made_where_the_run_is_on_this_machine_and_worth_it() -> None:
+    run, _ = _draft("grpo_tiny_cpu")
+    assert any("as measured now: " in note for note in make_promise(run).time.notes)
+    short, _ = _draft("grpo_tiny_cpu", megatron_training__train_iters=3)
+    npu, _ = _draft("grpo_qwen3_8b_A3")
+    assert not any("as measured now: " in note for other in (short, npu) for note in make_promise(other).time.notes)
+    speed = measure_machine(128, 384, 1, 2)
+    assert speed is not None and min(speed.flops, speed.bandwidth) > 1e6 and 0 < speed.call_s < 1
 
 
 # ---------------------------------------------------------------------- checked while it goes
@@ -170,7 +196,7 @@ CAUSES: dict[str, tuple[dict[str, float], str, str]] = {
         "worker 3 is slow, 1.9 times the median of the others in old_log_p",
     ),
     "offload": ({"timing__rollout": 90.0, "timing__offload": 28.0}, "rollout", "offloading takes 28 s"),
-    "rewards": ({"timing__all": 150.0, "timing__non_overlap_rule_reward": 40.0}, "all", "the trainer waits 40 s for rewards"),
+    "rewards": ({"timing__all": 150.0, "timing__reward_wait": 40.0}, "all", "the trainer waits 40 s for rewards"),
     "tools": ({"timing__rollout": 90.0, "tool_seconds__mean": 35.0}, "rollout", "samples wait 35 s for tools"),
     "swap": ({"timing__update": 60.0, "host__swapped_in_mib": 900.0}, "update", "the machine swaps, 900 MiB"),
     "other programs": (

@@ -7,6 +7,7 @@ import pytest
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.planner import shrink
 from mindspeed_rl.planner.shrink import Shrinker, find_layout
+from mindspeed_rl.planner.splits import divide_layers
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.models import resolve_run
@@ -76,7 +77,7 @@ def test_whole_nodes_are_tried_before_parts_of_one(num_devices: int, num_nodes: 
 
 
 def test_stages_in_the_middle_have_the_layers_that_are_left_over() -> None:
-    assert [shrink._divide(28, 8), shrink._divide(7, 3), shrink._divide(9, 4)] == ["3,3,4,4,4,4,3,3", "2,3,2", "2,3,2,2"]
+    assert [divide_layers(28, 8), divide_layers(7, 3), divide_layers(9, 4)] == ["3,3,4,4,4,4,3,3", "2,3,2", "2,3,2,2"]
 
 
 def test_the_run_is_the_one_that_its_keys_make_by_hand(tmp_path_factory: pytest.TempPathFactory) -> None:

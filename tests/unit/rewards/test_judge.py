@@ -117,7 +117,7 @@ def test_the_template_shows_prompt_response_label_and_columns_and_leaves_other_b
     template.write_text('{prompt}|{response}|{label}|{topic}|{unknown}|{"json": 1}')
     settings = RewardSettings(judge_url="http://127.0.0.1:1/v1", judge_prompt=str(template))
     sample = RewardSample(prompt="问", response="{label}", label=3, columns={"topic": "art"})
-    assert Judge(settings).form.prompt(sample) == '问|{label}|3|art|{unknown}|{"json": 1}'
+    assert Judge(settings).form.write_request(sample).text == '问|{label}|3|art|{unknown}|{"json": 1}'
 
 
 def test_the_parser_may_be_the_users_and_return_parts(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ from test_agent_loops import PROMPT, TOKENIZER, Speaker, settings, task
 
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.config import build_run_config
+from mindspeed_rl.config.keys.rl import OpponentKeys
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
+from mindspeed_rl.rollout.opponents import Opponent, choose_held_out_opponent, choose_opponent, list_snapshots
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run.draft import draft
@@ -48,6 +51,18 @@ class Debate:
         return {"pro": 1.0, "con": -1.0, "judge": 0.5}, None, []
 
 
+class Lonely:
+    """The first role ends the game before the second speaks."""
+
+    roles = ("pro", "con")
+
+    def reset(self, row):
+        return "pro", []
+
+    def step(self, role, text):
+        return {"pro": 1.0}, None, []
+
+
 class Wrong:
     roles = ("pro",)
 
@@ -60,7 +75,7 @@ class Wrong:
 
 @pytest.fixture(autouse=True)
 def games(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "games", SimpleNamespace(Debate=Debate, Wrong=Wrong, Nothing=object))
+    monkeypatch.setitem(sys.modules, "games", SimpleNamespace(Debate=Debate, Lonely=Lonely, Wrong=Wrong, Nothing=object))
 
 
 def play(engine: Speaker, name: str = "Debate", **changes: Any) -> Trajectory:
@@ -113,6 +128,70 @@ def test_an_environment_without_roles_and_too_little_room_are_refused() -> None:
         load_agent_loop("roles")(settings(environment="games:Nothing"))
     with pytest.raises(ValueError, match="leaves 2000 tokens for 3 roles, whose further prompts have up to 1000"):
         load_agent_loop("roles")(settings(environment="games:Debate"))
+
+
+class Adapters(Speaker):
+    """A speaker that notes which adapter each turn names."""
+
+    async def generate(self, prompt_ids: Any, sampling: Sampling, seed: int, partial: Any = None) -> Any:
+        self.named = [*getattr(self, "named", []), sampling.adapter]
+        return await super().generate(prompt_ids, sampling, seed, partial)
+
+
+def test_an_opponents_turns_are_sampled_by_its_snapshot_and_are_no_part_of_the_row() -> None:
+    engine = Adapters(["A", "BB", "CCC", "DDDD"])
+    trajectory = play(engine, opponent=Opponent("con", 20))
+    assert engine.named == ["", "version_0000020", "", ""]
+    assert "BB" in engine.asked[2]  # pro reads what the environment passes on
+    assert [event.role for event in trajectory.events] == ["pro", "pro", "judge"]
+    sampled = [token for token, is_sampled in zip(trajectory.token_ids, trajectory.sampled) if is_sampled]
+    assert TOKENIZER.decode(sampled) == "A<|im_end|>CCC<|im_end|>DDDD<|im_end|>" and len(trajectory.sequences) == 2
+    # the opponent's rewards are in no total
+    assert trajectory.turn_rewards == (None, 1.25, 0.5)
+    opponent = {"opponent_version": 20.0, "opponent_reward": -1.5, "opponent_turns": 1.0, "reward_against_opponent": 1.75}
+    assert trajectory.metrics == {"turns": 3.0, "pro_reward": 1.25, "judge_reward": 0.5, **opponent}
+
+
+def test_an_episode_that_the_opponent_ends_alone_has_nothing_to_train() -> None:
+    trajectory = play(Speaker(["A"]), "Lonely", opponent=Opponent("pro", 0))
+    assert not trajectory.failure and not any(trajectory.sampled) and trajectory.sequences[0].prompt_ids == PROMPT
+    assert trajectory.metrics["opponent_reward"] == 1.0 and trajectory.metrics["reward_against_opponent"] == 0.0
+
+
+def test_opponents_that_the_environment_does_not_have_are_refused() -> None:
+    limits = TrajectoryLimits(9000, 1000, 4000)
+    with pytest.raises(ValueError, match="opponents.roles has 'foe', and the environment's roles are pro, con, judge"):
+        load_agent_loop("roles")(settings(environment="games:Debate", opponent_roles=("con", "foe"), limits=limits))
+    with pytest.raises(ValueError, match="'pro', the only role of the environment: no role would be left to train"):
+        load_agent_loop("roles")(settings(environment="games:Wrong", opponent_roles=("pro",), limits=limits))
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [(0, (0,)), (4, (0,)), (5, (0, 5)), (14, (0, 5, 10)), (15, (0, 10, 15)), (31, (0, 25, 30))]
+)
+def test_the_snapshots_of_a_version_are_the_first_and_the_last_of_the_interval(version: int, expected: tuple) -> None:
+    assert list_snapshots(version, OpponentKeys(roles=["pro"], interval=5, size=2)) == expected
+
+
+def test_the_choice_of_an_opponent_has_the_shares_that_the_keys_name() -> None:
+    def count(**changes: Any) -> Counter:
+        keys = OpponentKeys(**{"roles": ["pro", "con"], "share": 0.25, **changes})
+        return Counter(choose_opponent(keys, (0, 10, 20), f"seed/{index}") for index in range(4000))
+
+    uniform = count()
+    assert uniform[None] == pytest.approx(3000, abs=120)
+    assert len(uniform) == 7 and all(uniform[each] == pytest.approx(1000 / 6, abs=50) for each in uniform if each)
+    assert set(count(share=1.0, choice="first", roles=["con"])) == {Opponent("con", 0)}
+    assert set(count(share=1.0, choice="latest", roles=["con"])) == {Opponent("con", 20)}
+    recent = count(share=1.0, choice="recent", roles=["con"])
+    for version, part in ((0, 1 / 7), (10, 2 / 7), (20, 4 / 7)):
+        assert recent[Opponent("con", version)] == pytest.approx(4000 * part, abs=130)
+    assert count(share=0.0) == {None: 4000} and count(roles=[]) == {None: 4000}
+    # evaluations: the role by the prompt, the weights by the key
+    keys = OpponentKeys(roles=["pro", "con"])
+    assert [choose_held_out_opponent(keys, (0, 10), index) for index in (0, 1)] == [Opponent("pro", 0), Opponent("con", 0)]
+    assert choose_held_out_opponent(replace(keys, evaluation="latest"), (0, 10), 0) == Opponent("pro", 10)
+    assert choose_held_out_opponent(replace(keys, evaluation="none"), (0, 10), 0) is None
 
 
 def objective() -> Any:

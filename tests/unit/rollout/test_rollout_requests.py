@@ -37,3 +37,6 @@ def test_greedy_responses_end_where_those_of_training_do_and_have_their_form() -
     assert EvaluationSampling(0.0).apply(training) == Sampling(0.0, **limits, images=("a",))
     assert EvaluationSampling(None).apply(training) == training
     assert EvaluationSampling(0.4).apply(training) == dataclasses.replace(training, temperature=0.4)
+    cut = dataclasses.replace(training, top_p=0.7, top_k=-1)
+    assert EvaluationSampling(None, 2, 0.7, -1).apply(training) == cut
+    assert EvaluationSampling(0.0, 1, 0.7, 5).apply(training) == Sampling(0.0, **limits, images=("a",))

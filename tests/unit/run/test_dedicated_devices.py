@@ -85,6 +85,13 @@ def test_a_role_on_the_actors_devices_has_the_actors_layout() -> None:
             "served_judge_name",
             "a judge that the run serves is added only by judge_model",
         ),
+        ({R: {"judge_panel": ["http://b/v1"]}}, "judge_panel", "judge_panel adds judges to the one at judge_url"),
+        ({R: {"judge_model": "/m", "judge_repeats": 3}}, "judge_repeats", "judge_repeats (3) asks for more than one vote"),
+        (
+            {R: {"judge_url": "http://a/v1", "judge_panel": ["http://b/v1"], "judge_quorum": 3}},
+            "judge_quorum",
+            "judge_quorum (3) is more than the 2 vote(s)",
+        ),
         ({R: {**SEPARATE, "rollout_resource": own(0)}}, "apart_positive", "rollout_resource.num_npus (0) must be at least 1"),
         (
             {R: {**SEPARATE, "reference_resource": own(4), "sync_ref_model": True}, "ref_config": {"lr": 1.0}},

@@ -80,6 +80,7 @@ _ULYSSES = {"context_parallel_size": 2, "context_parallel_algo": "ulysses_cp_alg
         ({"use_dynamic_bsz": True}, {}, True, True),
         ({}, _RING, True, False),
         ({}, _ULYSSES, True, True),
+        ({"use_dynamic_bsz": True}, _ULYSSES | {"dynamic_context_parallel": True}, True, False),
         ({}, {"mtp_num_layers": 1}, True, False),
         ({"dropout_in_update": True}, {"hidden_dropout": 0.1}, True, False),
         ({"n_samples_per_prompt": 1, "adv_estimator": "reinforce_plus_plus"}, {}, True, False),
@@ -94,7 +95,7 @@ def test_padding_and_shared_prompts_are_computed_only_where_a_run_asks_or_cannot
     chosen = {name for name in ("use_remove_padding", "use_prefix_grouper") if name not in passes}
     assert {f"rl_config.{name}" for name in chosen} == {name for name in drafted.config.derived if "use_" in name}
     broken = {violation.rule for violation in validate(drafted)}
-    assert not broken & {"prefixes_are_whole", "prediction_prefixes", "groups_or_prefixes"}
+    assert not broken & {"dynamic_context", "prefixes_are_whole", "prediction_prefixes", "groups_or_prefixes"}
 
 
 def test_a_loss_that_compares_the_samples_of_a_prompt_and_a_token_budget_leave_prompts_unshared() -> None:

@@ -32,6 +32,7 @@ M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_conf
 D, SUFFIX = "speculative_config", {"method": "suffix"}
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
 EXACT = {"exact_log_probs": True}
+DYNAMIC_CONTEXT = {"context_parallel_size": 2, "dynamic_context_parallel": True}
 ROLES = {"multi_turn_enable": True, "agent_loop": "roles", "environment": "games:Duel"}
 #: names of a batch plan's numbers in its rules
 SIZE_NAMES = ("group_size",)
@@ -45,6 +46,16 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: {**ROLES, "trajectory_reward": "final"}}, "roles_reward", ["agent_loop roles", "trajectory_reward (final)"]),
     ({R: {**ROLES, "filter_groups_enable": True}}, "roles_filter", ["agent_loop roles", "filter_groups_enable"]),
     ({R: {**ROLES, "use_kl_in_reward": True, "init_kl_coef": 0.1}}, "roles_kl", ["agent_loop roles", "use_kl_in_reward"]),
+    (
+        {M: {"lora_target_modules": ["linear_qkv"]}, G: {"lora_push": "adapter"}, R: {"opponents": {"roles": ["first"]}}},
+        "opponents_loop",
+        ["rl_config.opponents.roles needs multi_turn_enable and rl_config.agent_loop: roles"],
+    ),
+    (
+        {R: {**ROLES, "opponents": {"roles": ["first"]}}},
+        "opponents_adapters",
+        ["opponents.roles needs generate_config.lora_push: adapter", "server"],
+    ),
     ({R: {"ema_decay": 0.9}}, "average_is_read", ["rl_config.ema_decay (0.9)", "nothing would read", "save_hf"]),
     (
         {M: {"save": "a", "save_hf": True, "reuse_fp32_param": True}, R: {"ema_decay": 0.9}},
@@ -261,6 +272,29 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         },
         "prefixes_are_whole",
         ["use_prefix_grouper", "context_parallel_size (2)"],
+    ),
+    (
+        {M: DYNAMIC_CONTEXT, R: {"use_remove_padding": True}},
+        "dynamic_context",
+        ["dynamic_context_parallel (true)", "rl_config.use_dynamic_bsz (false)"],
+    ),
+    (
+        {M: DYNAMIC_CONTEXT | {"mtp_num_layers": 1}, R: {"use_remove_padding": True, "use_dynamic_bsz": True}},
+        "dynamic_context",
+        ["dynamic_context_parallel (true)", "mtp_num_layers (1)"],
+    ),
+    (
+        {M: DYNAMIC_CONTEXT, R: {"use_remove_padding": True, "use_dynamic_bsz": True, "use_prefix_grouper": True}},
+        "dynamic_context",
+        ["dynamic_context_parallel (true)", "use_prefix_grouper (true)"],
+    ),
+    (
+        {
+            M: DYNAMIC_CONTEXT | {"min_dynamic_context_parallel_size": 3},
+            R: {"use_remove_padding": True, "use_dynamic_bsz": True},
+        },
+        "actor_config.context_slices",
+        ["min_dynamic_context_parallel_size (3)", "context_parallel_size (2)"],
     ),
     ({R: {"mini_batch_size": 12}}, "whole_mini_batches", ["global_batch_size (32)", "mini_batch_size (12)"]),
     ({R: {"mini_batch_size": 1}}, "mini_batch_in_micro_batches", ["1 x 8 = 8", "4 x 4 = 16"]),

@@ -27,8 +27,8 @@ _READ = set(
     "fp32_lm_head stage model global_batch_size micro_batch_size train_iters train_epochs seq_length seed bf16 "
     "npu_deterministic threads_per_worker "
     "deterministic ai_framework log_interval device_hour_price eval_iters eval_interval skip_train "
-    "eval_max_tokens eval_metric eval_n_samples eval_patience eval_sets eval_target eval_temperature eval_verifier "
-    "keep_best context_parallel_size context_parallel_algo fsdp_size "
+    "eval_max_tokens eval_metric eval_n_samples eval_patience eval_sets eval_target eval_temperature eval_top_k eval_top_p "
+    "eval_verifier keep_best context_parallel_size context_parallel_algo fsdp_size "
     "lora_target_modules lora_r lora_alpha lora_dropout lora_ckpt_filter".split()
 )
 
@@ -60,6 +60,7 @@ _REFUSED: list[tuple[str, str, Any]] = [
     ("actor_config", "stream_ref_weights", True),
     ("rl_config", "use_prefix_grouper", True),
     ("rl_config", "router_replay", {"mode": "R2"}),
+    ("rl_config", "opponents", {"roles": ["player"]}),
     ("msprobe_config", "msprobe", True),
 ]
 

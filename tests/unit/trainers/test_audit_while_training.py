@@ -16,12 +16,13 @@ from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.rewards.pool import RewardPool
-from mindspeed_rl.rewards.samples import RewardSample, RewardSettings, select_reward_functions
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
+from mindspeed_rl.rewards.totals import read_part_weights
 from mindspeed_rl.run.audit_rewards import derive_audit_rewards
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import validate
 from mindspeed_rl.tools.environment_check import ENVIRONMENT_CHECK
-from mindspeed_rl.trainers.reward_audit import RewardAuditor
+from mindspeed_rl.trainers.reward_audit import RewardAuditor, _Shares
 
 KEYS = AuditKeys(verifier_function=["exact_match"], interval=5, samples=2)
 
@@ -76,6 +77,35 @@ def test_the_gap_of_a_tricked_reward_is_drawn_recorded_and_found(tmp_path: Path)
     (alert,) = find_alerts(History([{"iteration": 0, **before}, {"iteration": 5, **after}]))
     assert (alert.kind, alert.severity, alert.iteration) == ("reward_tricked", "bad", 5)
     assert "from 0.25 to 1.00" in alert.text and "from 0.25 to 0.00" in alert.text
+
+
+def measure(rl: RLConfig, full_score: float | None, *results: tuple[float | None, dict[str, float]]) -> list[float | None]:
+    shares = _Shares("the reward", "audit.full_score", read_part_weights(rl), full_score)
+    return shares.measure([RewardResult(total, parts) for total, parts in results])
+
+
+def test_earned_is_a_share_of_all_that_scores() -> None:
+    """The full score is the sum of the positive weights: here 1 of acc, 0.5 of the environment or 3 of the judge."""
+    functions = {"verifier_function": ["acc", "length"], "verifier_weight": [1.0, -0.2]}
+    played = RLConfig(**functions, trajectory_reward_weight=0.5)
+    right = {"acc": 1.0, "length": 0.5}
+    # what the environment gives counts where it gives something
+    assert measure(played, None, (0.9, right)) == pytest.approx([0.9])
+    both = (1.4, {**right, "trajectory": 1.0}), (0.9, {**right, "trajectory": 0.0}), (None, {})
+    assert measure(played, None, *both) == pytest.approx([1.4 / 1.5, 0.9 / 1.5, None])
+    served = RLConfig(**functions, judge_model="/models/judge", judge_weight=3.0)
+    assert measure(served, None, (2.4, {**right, "judge": 0.5})) == pytest.approx([0.6])
+    # scores of a reward model have no largest value but the one of the run file
+    scored = RLConfig(**functions, reward_model="/models/reward")
+    assert measure(scored, 8.0, (6.0, {**right, "reward_model": 5.1}), (-2.0, {})) == pytest.approx([0.75, -0.25])
+
+
+def test_more_than_the_full_score_is_a_share_of_1_and_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    shares = _Shares("the reward", "audit.full_score", {"acc": 1.0, "trajectory": 1.0})
+    points = [RewardResult(7.0, {"acc": 1.0, "trajectory": 6.0}), RewardResult(1.0, {"acc": 1.0, "trajectory": 0.0})]
+    assert shares.measure(points) == [1.0, 0.5] == shares.measure(points)
+    (line,) = caplog.messages
+    assert "7 of the reward" in line and "full score 2" in line and "audit.full_score" in line
 
 
 def audits(earned: list[float], audited: list[float], num_rows: int = 64) -> History:
@@ -146,3 +176,16 @@ def test_an_audit_that_cannot_be_is_refused(audit: dict[str, Any], training: dic
     except ValueError as error:
         found = str(error)
     assert sentence in found
+
+
+def test_a_reward_model_needs_the_full_score() -> None:
+    tree = {
+        "megatron_training": {"stage": "ray_grpo", "global_batch_size": 8, "train_iters": 1, "eval_data_path": "x"},
+        "actor_config": {},
+        "rl_config": {"n_samples_per_prompt": 8, "mini_batch_size": 8, "reward_model": "/models/reward"},
+        "generate_config": {},
+        "audit": {"verifier_function": ["acc"]},
+    }
+    rules = [{each.rule for each in validate(draft(build_run_config(tree | {"audit": audit})))} for audit in
+             (tree["audit"], tree["audit"] | {"full_score": 4.0}, {})]  # fmt: skip
+    assert ["audit_full_score" in found for found in rules] == [True, False, False]

@@ -95,6 +95,7 @@ ELSEWHERE: dict[str, str] = {
     "adaptors/vllm_ascend.py": "expert_map_path additional_config sleep_mode_extra_cleanup",
     # left off, which explain says with the reason
     "config/keys/megatron.py": "gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
+    "dynamic_context_parallel "
     "recompute_activation_function swap_attention reuse_fp32_param",
     "run/placement.py": "enable_expert_parallel infer_expert_parallel_size reference_resource reward_resource "
     "critic_resource teacher_resource judge_resource judge_tensor_parallel_size rollout_resource use_integrated_worker "
@@ -117,7 +118,8 @@ ELSEWHERE: dict[str, str] = {
     "run/length.py": "train_epochs",
     "run/ref_model.py": "ref_model integrated_mode_config",
     "data/prompts.py": "prompt_type_path chat_template_kwargs image_folder",
-    "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
+    "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16 "
+    "min_dynamic_context_parallel_size",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/fsdp/model.py": "fsdp_size",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
@@ -140,7 +142,8 @@ ELSEWHERE: dict[str, str] = {
     "wandb_mode swanlab_mode swanlab_project swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment "
     "mlflow_run_name trackio_project trackio_run_name trackio_space_id otlp_endpoint",
     "rewards/static_check.py": "external_plugins",
-    "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_rubric judge_timeout_s",
+    "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_rubric judge_timeout_s "
+    "judge_rubric_score judge_panel judge_repeats judge_temperature judge_vote judge_quorum",
     "rewards/samples.py": "verifier_parallel verifier_timeout num_reward_workers reward_timeout_s reward_memory_gib "
     "reward_failure_policy reward_failure_limit judge_weight rule_reward",
     "rewards/shaping.py": "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
@@ -153,7 +156,7 @@ ELSEWHERE: dict[str, str] = {
     "kv_cache_dtype",
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
     "run/resume.py": "load_iteration load_previous",
-    "trainers/evaluation.py": "eval_num_prompts eval_greedy eval_n_samples eval_temperature",
+    "trainers/evaluation.py": "eval_num_prompts eval_greedy eval_n_samples eval_temperature eval_top_p eval_top_k",
     "trainers/answer_evaluation.py": "eval_verifier eval_max_tokens",
     "trainers/best_evaluation.py": "eval_metric eval_target eval_patience keep_best",
     "trainers/prompt_loader.py": "data_path eval_data_path eval_sets split dataset_additional_keys max_prompt_length "
@@ -194,6 +197,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/rollout_replica.py": (
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
     ),
+    "workers/actor_worker.py": "opponents",
     "serving/servers.py": "rollout_server_restarts vllm_server_token_file",
     "workers/scoring.py": "placeholder_token reward_tokens",
     "workers/stages/instruction.py": "teacher_topk_rest pack neat_pack reset_position_ids reset_attention_mask",

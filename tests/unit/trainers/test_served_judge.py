@@ -48,11 +48,15 @@ class Engines:
 
     requests: list[str] = field(default_factory=list)
     in_rollout: bool | None = None
+    seeds: list[int] = field(default_factory=list)
+    temperature: float = 0.0
 
-    def generate_judgements(self, requests: Sequence[Sequence[int]], sampling: Sampling, *, in_rollout: bool) -> list[Any]:
+    def generate_judgements(
+        self, requests: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], *, in_rollout: bool
+    ) -> list[Any]:
         """Return the replies."""
-        assert sampling.temperature == 0.0 and sampling.stop_token_ids == (1,)
-        texts, self.in_rollout = ["".join(map(chr, ids)) for ids in requests], in_rollout
+        assert sampling.temperature == self.temperature and sampling.stop_token_ids == (1,)
+        texts, self.in_rollout, self.seeds = ["".join(map(chr, ids)) for ids in requests], in_rollout, list(seeds)
         self.requests += texts
         return [self._reply(text) for text in texts]
 
@@ -100,13 +104,70 @@ def test_replies_without_a_score_and_refused_requests_fail_alone(folder: Path, p
     assert (failed[0].total, failed[0].state, failed[0].parts) == (None, "timeout", {"judge": 0.7})
 
 
+class Moody(Engines):
+    """Engines whose reply depends on the seed: the last digit of the request, 5 less, or no score."""
+
+    def generate_judgements(
+        self, requests: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], *, in_rollout: bool
+    ) -> list[Any]:
+        replies = super().generate_judgements(requests, sampling, seeds, in_rollout=in_rollout)
+        texts = [f"Score: {max(0, int(re.findall(r'[0-9]', text)[-1]) - 5)}" for text in self.requests[-len(requests) :]]
+        changed = [None, texts, ["None." for _ in texts]]
+        for index, seed in enumerate(seeds):
+            if (words := changed[seed]) is not None:
+                reply = [*map(ord, words[index]), 1]
+                replies[index] = Generated(tuple(reply), (0.0,) * len(reply), (0,) * len(reply), "stop")
+        return replies
+
+
+def test_a_served_judge_that_is_asked_several_times_votes(folder: Path) -> None:
+    engines = Moody(temperature=0.7)
+    keys = {"judge_repeats": 3, "judge_temperature": 0.7, "judge_quorum": 2}
+    rewards = build(folder, engines, **keys)
+    results = score(rewards, ["7", "3", "7"])
+    # votes 7 and 2, 3 and 0; the third vote of each is missing
+    assert [result.parts["judge"] for result in results] == pytest.approx([0.45, 0.15, 0.45])
+    assert [result.parts["judge/agreement"] for result in results] == [0.0, 1.0, 0.0]
+    assert [result.parts["judge/missing"] for result in results] == [1.0, 1.0, 1.0]
+    assert sorted(engines.seeds) == [0, 0, 1, 1, 2, 2] and len(engines.requests) == 6
+    score(rewards, ["7"])
+    assert engines.seeds == [2]  # the votes that are there are remembered
+    keys["judge_quorum"] = 3
+    (result,) = score(build(folder, Moody(temperature=0.7), reward_failure_limit=1.0, **keys), ["7"])
+    assert result.state == "failed" and "2 of 3 votes are there" in result.error and "no 'Score: N'" in result.error
+
+
+def test_more_responses_than_are_remembered_keep_their_rubric(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The criteria of a request are in the request: those of a batch do not push each other out."""
+    monkeypatch.setattr("mindspeed_rl.rewards.judge._REMEMBERED", 2)
+    (folder / "prompt.txt").write_text("{prompt}>{response}|{criteria}")
+
+    class Met(Engines):
+        """Engines that find all criteria met."""
+
+        def _reply(self, text: str) -> Generated | Exception:
+            reply = [*map(ord, '{"1": true}'), 1]
+            return Generated(tuple(reply), (0.0,) * len(reply), (0,) * len(reply), "stop")
+
+    rewards = build(folder, Met(), judge_rubric="topics")
+    items = [PromptItem(prompt_ids=[ord("p")], label="", columns={"topics": ["art"]}) for _ in range(5)]
+    results = rewards.add([RewardResult(0.0, {"acc": 0.0}) for _ in items], items, [[ord(str(n))] for n in range(5)])
+    assert [result.parts["judge"] for result in results] == [1.0] * 5
+
+
+def test_parsers_without_a_score_under_its_name_or_at_all(folder: Path) -> None:
+    assert _read_judgement({"style": 0.25, "truth": 0.5}).score == 0.75  # as for every reward function: the sum
+    for value, error in ((None, "no opinion"), ({}, "no opinion"), ("high", "'high'"), (float("nan"), "nan"), ([1], "[1]")):
+        assert error in _read_judgement(value).error  # pyrefly: ignore[bad-argument-type]
+
+
 def test_a_response_writes_no_special_tokens_into_its_request(folder: Path) -> None:
     class Ids(Engines):
         """Engines that keep the ids of the requests."""
 
-        def generate_judgements(self, requests: Sequence[Sequence[int]], sampling: Sampling, *, in_rollout: bool) -> list[Any]:
+        def generate_judgements(self, requests: Sequence[Sequence[int]], *others: Any, in_rollout: bool) -> list[Any]:
             self.ids = [list(ids) for ids in requests]
-            return super().generate_judgements(requests, sampling, in_rollout=in_rollout)
+            return super().generate_judgements(requests, *others, in_rollout=in_rollout)
 
     engines = Ids()
     score(build(folder, engines), ["7<eos><pad>9", "7"])

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from mindspeed_rl.audit.agreement import cohen_kappa, fleiss_kappa, krippendorff_alpha, percent_agreement
+from mindspeed_rl.rewards.agreement import cohen_kappa, fleiss_kappa, krippendorff_alpha, percent_agreement
 
 
 def test_cohen_of_a_table_counted_by_hand() -> None:

@@ -58,12 +58,17 @@ def krippendorff_alpha(
     units = [values for values in units if len(values) > 1]
     counts = Counter(value for values in units for value in values)
     total = counts.total()
-    if not total:
+    if len(counts) < 2:
         return None
 
     def distance(one: float, other: float) -> float:
         return float(one != other) if level == "nominal" else (one - other) ** 2
 
     within = math.fsum(2 * distance(a, b) / (len(values) - 1) for values in units for a, b in combinations(values, 2))
-    between = math.fsum(2 * counts[a] * counts[b] * distance(a, b) for a, b in combinations(counts, 2))
-    return None if not between else 1 - (total - 1) * within / between
+    # over all pairs of ratings, without listing the pairs: there are a million of a thousand scores
+    if level == "nominal":
+        between = float(total**2 - sum(count**2 for count in counts.values()))
+    else:
+        mean = math.fsum(value * count for value, count in counts.items()) / total
+        between = 2 * total * math.fsum(count * (value - mean) ** 2 for value, count in counts.items())
+    return 1 - (total - 1) * within / between

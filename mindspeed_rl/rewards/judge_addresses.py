@@ -1,0 +1,85 @@
+"""Addresses of judges: the one at `judge_url`, and those of `judge_panel`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from mindspeed_rl.redaction import hide_in_text
+
+_API_KEY_VARIABLE = "JUDGE_API_KEY"
+
+
+@dataclass(frozen=True)
+class JudgeAddress:
+    """A judge at an OpenAI-compatible server.
+
+    Attributes:
+        name: name of the judge in figures and messages, different from the others' of its panel.
+        url: address of the server.
+        model: name of the model there; None for the server's only one.
+        where: key of the run file with the address.
+        key_variables: environment variables that may have the key of the server; the first one that is set counts.
+    """
+
+    name: str
+    url: str
+    model: str | None
+    where: str = "rl_config.judge_url"
+    key_variables: tuple[str, ...] = (_API_KEY_VARIABLE,)
+
+    @property
+    def server(self) -> str:
+        """Host and port, without user and password."""
+        return urlsplit(self.url).netloc.rpartition("@")[2]
+
+    @property
+    def api_key(self) -> str:
+        """Key of the server; empty without one."""
+        return next((key for name in self.key_variables if (key := os.environ.get(name))), "")
+
+    @property
+    def part(self) -> str:
+        """Name of the judge as a part of the name of a figure."""
+        return re.sub(r"[^\w.-]+", "_", self.name)
+
+
+def split_address(text: str) -> tuple[str, str | None]:
+    """Return address and model of `[MODEL@]URL`; user and password in the address stay there."""
+    model, _, url = text.rpartition("@http")
+    return (f"http{url}", model) if model else (text, None)
+
+
+def list_judges(url: str | None, model: str | None, panel: Sequence[str] = ()) -> list[JudgeAddress]:
+    """Return the judge at `judge_url`, and those of `judge_panel`.
+
+    The key of the first is in JUDGE_API_KEY, and of the second in JUDGE_API_KEY_2; no server gets the key of another one.
+
+    Raises:
+        ValueError: there is no address, one is no http(s) address, or a judge is there twice.
+    """
+    if not url:
+        raise ValueError("the reward function 'judge' needs rl_config.judge_url, the address of an OpenAI-compatible server")
+    judges = list[JudgeAddress]()
+    for index, (address, name) in enumerate([(url, model), *map(split_address, panel)], 1):
+        where = "rl_config.judge_url" if index == 1 else "rl_config.judge_panel"
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            form = "http://host:port/v1" if index == 1 else "http://host:port/v1 or MODEL@http://host:port/v1"
+            raise ValueError(f"{where} is '{hide_in_text(address)}'; it must look like {form}")
+        if any((one.url, one.model) == (address, name) for one in judges):
+            raise ValueError(
+                f"{where} has {name or 'the model'} at {hide_in_text(address)} a second time; rl_config.judge_repeats asks a "
+                "judge several times"
+            )
+        title = f"judge {index}" if name is None else name
+        if title in [one.name for one in judges]:
+            title = f"{title} ({index})"
+        mine = (_API_KEY_VARIABLE,) if index == 1 else (f"{_API_KEY_VARIABLE}_{index}",)
+        if judges and parts.netloc == urlsplit(judges[0].url).netloc and parts.scheme == urlsplit(judges[0].url).scheme:
+            mine = (*mine, _API_KEY_VARIABLE)
+        judges.append(JudgeAddress(title, address, name, where, mine))
+    return judges
