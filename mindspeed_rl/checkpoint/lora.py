@@ -235,6 +235,12 @@ def _pair(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], rank: int) -> di
     return pairs
 
 
+def name_matrices(architecture: Architecture, tensor: str) -> tuple[str, str]:
+    """Return the names of A and B of an HF tensor in a PEFT folder."""
+    module = _PEFT_PREFIX + architecture.get_module_name(tensor).removesuffix(".weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
 def get_staging_path(path: Path) -> Path:
     """Return the folder in which an export is built."""
     return path.with_name(path.name + ".partial")
@@ -271,10 +277,9 @@ def export_peft(
         a, b = LoraShards(a_shards, b_shards, scale).join_shards(op)
         rank = a.shape[0]
         for name, part in op.shards_to_hf([b]).items() if op.splits[0].dim == 0 else [(op.hf[0], b)]:
-            module = _PEFT_PREFIX + architecture.get_module_name(name).removesuffix(".weight")
+            name_a, name_b = name_matrices(architecture, name)
             # safetensors refuses tensors that share memory, as query's, key's and value's A do
-            tensors[f"{module}.lora_A.weight"] = a.clone()
-            tensors[f"{module}.lora_B.weight"] = part.contiguous()
+            tensors[name_a], tensors[name_b] = a.clone(), part.contiguous()
     for module, (a, b) in (others or {}).items():
         rank = a.shape[0]
         tensors[f"{_PEFT_PREFIX}{module}.lora_A.weight"], tensors[f"{_PEFT_PREFIX}{module}.lora_B.weight"] = a, b

@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
+from mindspeed_rl.checkpoint.lora import PeftMerge
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import BatchShape, MicroBatching, Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs
@@ -176,6 +177,42 @@ class Engine(Protocol):
         *,
         has_next: bool = False,
     ) -> StepResult: ...
+
+
+class Adapters(Protocol):
+    """The low-rank adapters of a model, whose layers have Megatron's names (`lora_target_modules`) on every engine."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Return a block in which the model computes with only its base weights. Not collective."""
+        ...
+
+    def load(self, adapter: PeftMerge) -> None:
+        """Set them to the values of a PEFT folder that was opened for this model."""
+        ...
+
+    def save(self, folder: str | Path, base_model: str) -> None:
+        """Write a folder that `peft` loads, on the first rank; collective over the training world.
+
+        Raises:
+            ValueError: the folder exists and is not empty.
+        """
+        ...
+
+    def find_differing(self, tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Compare this rank's part of each matrix with the tensors of a PEFT folder, bit by bit. Not collective.
+
+        Returns:
+            Modules that differ or are missing, and the names of all tensors that the folder has of this rank's adapters.
+        """
+        ...
 
 
 class StateFiles(Protocol):

@@ -24,7 +24,8 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -37,7 +38,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from mindspeed_rl.checkpoint.lora import PeftMerge, export_peft
+from mindspeed_rl.checkpoint.jobs import same_bits
+from mindspeed_rl.checkpoint.lora import PeftMerge, export_peft, name_matrices
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.lora_layers import (
     AdaptedColumnParallelLinear,
@@ -144,14 +146,19 @@ def _require_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tens
     return output
 
 
-@torch.no_grad()
-def _init_adapter(adapter: Adapter, name: str) -> None:
+def draw_a(name: str, ranks: int, inputs: int) -> Tensor:
+    """Return the first values of a full A, [ranks, inputs] float32, by the run's seed and the layer's name."""
     # not `hash`, which Python salts in every process
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+    bound = 1.0 / math.sqrt(inputs)
+    return torch.empty(ranks, inputs).uniform_(-bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def _init_adapter(adapter: Adapter, name: str) -> None:
     rank_inputs = adapter.a.size(1)
     inputs = rank_inputs * adapter.group.size() if adapter.splits_input else rank_inputs
-    bound = 1.0 / math.sqrt(inputs)
-    full = torch.empty(adapter.a.size(0), inputs).uniform_(-bound, bound, generator=generator)
+    full = draw_a(name, adapter.a.size(0), inputs)
     first = rank_inputs * adapter.group.rank() if adapter.splits_input else 0
     adapter.a.copy_(full[:, first : first + rank_inputs])
     adapter.b.zero_()
@@ -372,3 +379,61 @@ def save_peft(
         export_peft(Path(folder), adapters, settings.scale, base_model, plan.architecture, others=others)
     # the folder is complete when any rank returns
     dist.barrier()
+
+
+class MegatronAdapters:
+    """The adapters of a model on Megatron's engine; see `interface.Adapters`."""
+
+    def __init__(self, model: BuiltModel, settings: LoraSettings) -> None:
+        self._model, self._settings = model, settings
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self._settings.scale
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the matrices."""
+        return next(self._model.models[0].parameters()).device
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Compute with only the base weights inside the block."""
+        return adapters_disabled(self._model)
+
+    def load(self, adapter: PeftMerge) -> None:
+        """Set the adapters to the values of a PEFT folder."""
+        load_peft(self._model, self._settings, adapter)
+
+    def save(self, folder: str | Path, base_model: str) -> None:
+        """Write a folder that `peft` loads."""
+        save_peft(self._model, self._settings, folder, base_model)
+
+    def find_differing(self, tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Compare the shards that this rank owns with their slices of a PEFT folder."""
+        wrong: list[str] = []
+        names: list[str] = []
+        for op, adapter in list_owned_adapters(self._model):
+            stored = [name_matrices(self._model.plan.architecture, name) for name in op.hf]
+            names += [name for pair in stored for name in pair]
+            shares = _read_shares(op, adapter, tensors, stored)
+            if shares is None or not all(
+                same_bits(*pair) for pair in zip((*shares[0], shares[1]), (adapter.a,) * len(stored) + (adapter.b,))
+            ):
+                wrong.append(op.hf[0].removesuffix(".weight"))
+        return wrong, names
+
+
+def _read_shares(
+    op: WeightOp, adapter: Adapter, tensors: Mapping[str, Tensor], names: Sequence[tuple[str, str]]
+) -> tuple[list[Tensor], Tensor] | None:
+    """Return what a folder has of a trained shard: A of each module, and B; None where a matrix is missing."""
+    stored = [tensors.get(name) for side in zip(*names) for name in side]
+    matrices = [tensor.to(adapter.a.device, adapter.a.dtype) for tensor in stored if tensor is not None]
+    if len(matrices) < len(stored):
+        return None
+    a, b = matrices[: len(names)], dict(zip(op.hf, matrices[len(names) :]))
+    size, rank = adapter.group.size(), adapter.group.rank()
+    if adapter.splits_input:
+        return [matrix.chunk(size, dim=1)[rank] for matrix in a], b[op.hf[0]]
+    return a, op.read_shard(MemorySource(b), size, rank)

@@ -38,7 +38,7 @@ from mindspeed_rl.models.plan import RouterBalancing
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class RoutedTokens:
     """Tokens of a micro-batch as the routers of this rank see them.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Routing:
         self._router, self._route, self._balancing = router, router.routing, balancing
         # without sequence parallelism every tensor rank has all tokens, and the full gradient
         self._group = router.tp_cp_group if router.config.sequence_parallel else router.cp_group
-        self.passes = PassArguments[_Tokens]()
+        self.passes = PassArguments[RoutedTokens]()
         router.routing = self  # pyrefly: ignore[method-assign]  (called as the method is)
 
     def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -83,25 +83,107 @@ class _Routing:
                 counted = routing_map.index_select(0, tokens.positions).sum(0) - routing_map.sum(0)
                 self._router.local_tokens_per_expert += counted
             flat = flat.index_select(0, tokens.positions)
-        return MoEAuxLossAutoScaler.apply(probs, self._compute_loss(flat, tokens)), routing_map
+        loss = compute_router_loss(
+            flat,
+            tokens,
+            self._balancing,
+            score_function=self._router.score_function,
+            topk=self._router.topk,
+            group=self._group,
+        )
+        return MoEAuxLossAutoScaler.apply(probs, loss), routing_map
 
-    def _compute_loss(self, logits: Tensor, tokens: _Tokens) -> Tensor:
-        """Return this rank's part of the losses of one micro-batch from [n, experts] logits; collective over its group."""
-        loss = torch.zeros((), device=logits.device)
-        if self._balancing.coeff:
-            if self._router.score_function == "sigmoid":
-                scores = logits.float().sigmoid()
-                scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-            else:
-                scores = logits.softmax(-1, dtype=torch.float32)
-            chosen = torch.zeros_like(scores).scatter_(1, scores.detach().topk(self._router.topk, dim=1).indices, 1.0)
-            counts = tokens.sum_groups(chosen)
-            if self._group.size() > 1:
-                dist.all_reduce(counts, group=self._group)
-            loss = self._balancing.coeff * (tokens.factors * (counts * tokens.sum_groups(scores)).sum(1)).sum()
-        if self._balancing.z_coeff:
-            loss = loss + self._balancing.z_coeff * tokens.share * logits.float().logsumexp(-1).square().sum()
-        return loss
+
+def compute_router_loss(
+    logits: Tensor,
+    tokens: RoutedTokens,
+    balancing: RouterBalancing,
+    *,
+    score_function: str,
+    topk: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return this rank's part of the losses of one router in one micro-batch; collective over the group.
+
+    Args:
+        logits: [n, experts], of the tokens.
+        score_function: "softmax" or "sigmoid".
+        topk: experts per token.
+        group: ranks that divide the tokens of the micro-batch; None where this rank has all.
+    """
+    loss = torch.zeros((), device=logits.device)
+    if balancing.coeff:
+        if score_function == "sigmoid":
+            scores = logits.float().sigmoid()
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        else:
+            scores = logits.softmax(-1, dtype=torch.float32)
+        chosen = torch.zeros_like(scores).scatter_(1, scores.detach().topk(topk, dim=1).indices, 1.0)
+        counts = tokens.sum_groups(chosen)
+        if group is not None and group.size() > 1:
+            dist.all_reduce(counts, group=group)
+        loss = balancing.coeff * (tokens.factors * (counts * tokens.sum_groups(scores)).sum(1)).sum()
+    if balancing.z_coeff:
+        loss = loss + balancing.z_coeff * tokens.share * logits.float().logsumexp(-1).square().sum()
+    return loss
+
+
+def compute_ratio(micro_batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+    """Return the weight of a token, and of a sequence, in this optimizer step; collective over the data-parallel ranks.
+
+    Args:
+        micro_batches: of this rank.
+        counted: sum of `LossOutput.count` over them, 0-d int64.
+    """
+    lengths = [micro_batch.lengths for micro_batch in micro_batches if not micro_batch.is_filler]
+    mine = [sum(map(sum, lengths)), sum(map(len, lengths))]
+    totals = torch.cat([counted.view(1), torch.tensor(mine, device=counted.device)])
+    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+    return totals[0] / totals[1:].clamp(min=1)
+
+
+def find_tokens(
+    micro_batch: MicroBatch, balancing: RouterBalancing, choices: float, ratio: Tensor, *, sequence_parallel: bool
+) -> RoutedTokens:
+    """Return the tokens of a micro-batch as routers see them, in the order of hidden states.
+
+    Args:
+        choices: E / k of f_i.
+        ratio: from `compute_ratio`.
+        sequence_parallel: routers have this tensor rank's slice.
+    """
+    lengths = torch.tensor([0] if micro_batch.is_filler else micro_batch.lengths)
+    layout, real = micro_batch.packed, int(lengths.sum())
+    size, rank = 1, 0
+    if sequence_parallel:
+        size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    width = len(micro_batch.tokens) // size
+    # position and index of every real token on this rank
+    if layout is not None and layout.shared is not None and real:
+        # a context-parallel rank has a slice of the computed tokens
+        before = parallel_state.get_context_parallel_rank() * len(micro_batch.tokens) + rank * width
+        positions = layout.shared.representatives[:real] - before
+        indices = ((positions >= 0) & (positions < width)).nonzero()[:, 0]
+        positions = positions[indices]
+    else:
+        indices = micro_batch.tokens.chunk(size)[rank]
+        positions = ((indices >= 0) & (indices < real)).nonzero()[:, 0]
+        indices = indices[positions]
+    # two means of a group's tokens each divide by its size; a micro-batch weighs by its tokens, a sequence as any other
+    weights = 1.0 / lengths.clamp(min=1).square() if balancing.per_sequence else torch.tensor([1.0 / max(real, 1)])
+    is_all = len(positions) == width and (layout is None or layout.shared is None)
+    on_host = [weights.float() * choices]
+    if not is_all:
+        on_host.append(positions)
+    if balancing.per_sequence:
+        on_host.append(torch.searchsorted(lengths.cumsum(0), indices, right=True))
+    factors, *sent = platform.current().to_device(on_host, ratio.device)
+    return RoutedTokens(
+        None if is_all else sent[0],
+        sent[-1] if balancing.per_sequence else None,
+        factors * ratio[1 if balancing.per_sequence else 0],
+        ratio[0],
+    )
 
 
 class RouterLosses(EnginePart):
@@ -116,7 +198,7 @@ class RouterLosses(EnginePart):
             [_Routing(router, self._balancing) for router in chunk.modules() if isinstance(router, TopKRouter)]
             for chunk in model.models
         ]
-        self._tokens: dict[int, _Tokens] = {}
+        self._tokens: dict[int, RoutedTokens] = {}
         self._ratio = torch.zeros(())
         buffers = (buffer for chunk in model.models for buffer in chunk.named_buffers())
         #: biases that balance, which Megatron moves with every batch that it sees, and their values before a step
@@ -135,18 +217,14 @@ class RouterLosses(EnginePart):
         """Find the weight of a token, or a sequence, in this optimizer step; collective over the data-parallel ranks."""
         for bias, before in self._biases:
             before.copy_(bias)
-        counted = count()
-        lengths = [micro_batch.lengths for micro_batch in micro_batches if not micro_batch.is_filler]
-        mine = [sum(map(sum, lengths)), sum(map(len, lengths))]
-        totals = torch.cat([counted.view(1), torch.tensor(mine, device=counted.device)])
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-        # by token, by sequence
-        self._ratio = totals[0] / totals[1:].clamp(min=1)
+        self._ratio = compute_ratio(micro_batches, count())
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
         """Prepare this chunk's next forward pass, over the micro-batch."""
         if id(micro_batch) not in self._tokens:
-            self._tokens[id(micro_batch)] = self._find_tokens(micro_batch)
+            self._tokens[id(micro_batch)] = find_tokens(
+                micro_batch, self._balancing, self._choices, self._ratio, sequence_parallel=self._sequence_parallel
+            )
         for routing in self._chunks[chunk]:
             routing.passes.pending = self._tokens[id(micro_batch)]
 
@@ -161,38 +239,3 @@ class RouterLosses(EnginePart):
         for chunk in self._chunks:
             for routing in chunk:
                 routing.passes.reset()
-
-    def _find_tokens(self, micro_batch: MicroBatch) -> _Tokens:
-        lengths = torch.tensor([0] if micro_batch.is_filler else micro_batch.lengths)
-        layout, real = micro_batch.packed, int(lengths.sum())
-        size, rank = 1, 0
-        if self._sequence_parallel:
-            size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-        width = len(micro_batch.tokens) // size
-        # position and index of every real token on this rank
-        if layout is not None and layout.shared is not None and real:
-            # a context-parallel rank has a slice of the computed tokens
-            before = parallel_state.get_context_parallel_rank() * len(micro_batch.tokens) + rank * width
-            positions = layout.shared.representatives[:real] - before
-            indices = ((positions >= 0) & (positions < width)).nonzero()[:, 0]
-            positions = positions[indices]
-        else:
-            indices = micro_batch.tokens.chunk(size)[rank]
-            positions = ((indices >= 0) & (indices < real)).nonzero()[:, 0]
-            indices = indices[positions]
-        per_sequence = self._balancing.per_sequence
-        # two means of a group's tokens each divide by its size; a micro-batch weighs by its tokens, a sequence as any other
-        weights = 1.0 / lengths.clamp(min=1).square() if per_sequence else torch.tensor([1.0 / max(real, 1)])
-        is_all = len(positions) == width and (layout is None or layout.shared is None)
-        on_host = [weights.float() * self._choices]
-        if not is_all:
-            on_host.append(positions)
-        if per_sequence:
-            on_host.append(torch.searchsorted(lengths.cumsum(0), indices, right=True))
-        factors, *sent = platform.current().to_device(on_host, self._ratio.device)
-        return _Tokens(
-            None if is_all else sent[0],
-            sent[-1] if per_sequence else None,
-            factors * self._ratio[1 if per_sequence else 0],
-            self._ratio[0],
-        )

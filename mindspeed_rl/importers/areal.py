@@ -470,7 +470,7 @@ def _finish(run: Import, command: SourceCommand) -> None:
     layout, _ = read_layout(command.text("actor.backend"), "actor.backend", _TRAINING)
     if run.refused or layout.engine == "megatron":
         return
-    split = {"tensor parallelism": layout.tensor, "pipelines": layout.pipeline, "divided sequences": layout.context}
+    split = {"tensor parallelism": layout.tensor, "pipelines": layout.pipeline}
     obstacles = [f"engine: fsdp has no {name}" for name, size in split.items() if size > 1]
     if reason := keep_fsdp(run, obstacles):
         run.reasons["engine"] = f"megatron, as {reason}"

@@ -677,9 +677,7 @@ def _finish(run: Import, command: SourceCommand) -> None:
     """Keep FSDP where `engine: fsdp` supports the run; name the reason in the plan where it is Megatron's."""
     if run.refused:
         return
-    context = command.count(f"{_A}ulysses_size", 1)
-    obstacles = [f"Ulysses over {context} devices: engine: fsdp does not split sequences"] if context > 1 else []
-    if reason := keep_fsdp(run, obstacles):
+    if reason := keep_fsdp(run, []):
         run.reasons["engine"] = f"megatron, as {reason}"
     else:
         run.added[f"{ACTOR}.engine"] = "fsdp, the engine of EasyR1"

@@ -23,7 +23,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.training_engine import choose_engine
+from mindspeed_rl.importers.training_engine import Split, choose_engine
 from mindspeed_rl.importers.translators import (
     count_accelerated,
     join_words,
@@ -257,7 +257,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         defaults += [(key, value, reason) for key, value in RECOMPUTE_LAYERS.items()]
     if stage != "pt":
         defaults.append((f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"))
-    defaults += _choose_engine(run, command, stage, model, has_adapters=lora is not None)
+    defaults += _choose_engine(run, command, stage, model, [] if lora is None else lora.targets)
     recipe = Recipe(
         stage=_STAGES[stage],
         step_samples=step,
@@ -412,13 +412,15 @@ def _read_rest(run: Import, command: _Command) -> None:
 
 
 def _choose_engine(
-    run: Import, command: _Command, stage: str, model: str, *, has_adapters: bool
+    run: Import, command: _Command, stage: str, model: str, targets: list[str]
 ) -> tuple[tuple[str, object, str], ...]:
     """Return the key of the training engine where ZeRO-3 divides all weights, and ours that does so can train the run."""
     divides = "ZeRO-3" if _read_deepspeed(run, command) == 3 else ""
-    obstacles = {"adapters": has_adapters, "images": command.has("image_max_pixels", "freeze_vision_tower")}
+    obstacles = {"images": command.has("image_max_pixels", "freeze_vision_tower")}
     stage, kept = _STAGES[stage], "optimizer state is spread by use_distributed_optimizer"
-    return choose_engine(run, "deepspeed", divides, stage=stage, model=model, obstacles=obstacles, otherwise=kept)[0]
+    return choose_engine(
+        run, "deepspeed", divides, stage=stage, model=model, layout=Split(targets), obstacles=obstacles, otherwise=kept
+    )[0]
 
 
 def _read_deepspeed(run: Import, command: _Command) -> int:

@@ -46,7 +46,7 @@ from mindspeed_rl.importers.recipe import (
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_plan import RECORDED_POLICY, Schedule
-from mindspeed_rl.importers.training_engine import choose_engine
+from mindspeed_rl.importers.training_engine import Split, choose_engine
 from mindspeed_rl.importers.translators import (
     choose_training,
     describe_preprocessing,
@@ -396,14 +396,16 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
 def _choose_engine(run: Import, command: SourceCommand, recipe: Recipe) -> tuple[tuple[str, object, str], ...]:
     """Return the key of the training engine where ZeRO-3 divides all weights, and ours that does so can train the run."""
     obstacles = {
-        "adapters": recipe.lora_rank > 0,
         "tensor parallelism": recipe.tp > 1,
         "sequences that several devices share": recipe.cp > 1,
         "images": command.number("data.max_images_per_prompt", 0) >= 1,
     }
     divides = "ZeRO-3" if command.number("ds.zero_stage", 2) == 3 else ""
     stage, model, kept = recipe.stage, recipe.model or "", "optimizer state is spread by use_distributed_optimizer"
-    return choose_engine(run, "ds.zero_stage", divides, stage=stage, model=model, obstacles=obstacles, otherwise=kept)[0]
+    targets = [] if recipe.adapters is None else recipe.adapters.targets
+    return choose_engine(
+        run, "ds.zero_stage", divides, stage=stage, model=model, layout=Split(targets), obstacles=obstacles, otherwise=kept
+    )[0]
 
 
 def _data(command: SourceCommand) -> str:

@@ -538,8 +538,7 @@ def _finish(run: Import, command: SourceCommand) -> None:
     layout = _read_layout(command, SFT if command.program == "sft" else TRAIN)
     if run.refused or layout.engine != "fsdp":
         return
-    obstacles = [f"Ulysses over {layout.context} devices: engine: fsdp does not split sequences"] if layout.context > 1 else []
-    if reason := keep_fsdp(run, obstacles):
+    if reason := keep_fsdp(run, []):
         run.reasons["engine"] = f"megatron, as {reason}"
     else:
         run.added[f"{ACTOR}.engine"] = "fsdp, the strategy of the role that trains"

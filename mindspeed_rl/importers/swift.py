@@ -47,7 +47,7 @@ from mindspeed_rl.importers.swift_weights import (
     name_tower,
     note_chat_template,
 )
-from mindspeed_rl.importers.training_engine import choose_engine
+from mindspeed_rl.importers.training_engine import Split, choose_engine
 from mindspeed_rl.importers.translators import read_option_file
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
@@ -119,7 +119,7 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: Size
     if tuner == "lora_llm" and not sizes.is_megatron:
         defaults += [(f"{ACTOR}.{name}", False, "tower and projector train there") for name in ("freeze_vit", "freeze_aligner")]
     defaults += list_expert_defaults(command.text("mcore_model") or command.text("model"), "ms-swift")
-    defaults += _choose_engine(run, command, kind, sizes)
+    defaults += _choose_engine(run, command, kind, sizes, [] if lora is None else lora.targets)
     _read_agent_template(run, command)
     note_chat_template(run, command)
     if command.has("virtual_pipeline_model_parallel_size"):
@@ -225,20 +225,22 @@ def _read_order(run: Import, command: SourceCommand) -> str | None:
     return "rows of similar lengths together" if is_sorted else None
 
 
-def _choose_engine(run: Import, command: SourceCommand, kind: str, sizes: Sizes) -> tuple[tuple[str, object, str], ...]:
+def _choose_engine(
+    run: Import, command: SourceCommand, kind: str, sizes: Sizes, targets: list[str]
+) -> tuple[tuple[str, object, str], ...]:
     """Return the key of the training engine where the command divides all weights, and our engine that does so can train it."""
     names = "fsdp fsdp_config"
     divides = "" if sizes.is_megatron else _find_division(run, command)
     obstacles = {
-        "adapters": read_tuner(command) != "full",
-        "sequences that several devices share": sizes.cp > 1,
         "images": any(IMAGES.search(text) for name in ("model", "dataset") for text in command.list_texts(name)),
         "another optimizer than AdamW": command.text("optimizer", "adam") != "adam",
         "a reference that moves": command.flag("sync_ref_model"),
         "prediction layers": bool(command.get("mtp_num_layers")),
     }
     stage, model = STAGES[kind], command.text("model")
-    defaults, reason = choose_engine(run, names, divides, stage=stage, model=model, obstacles=obstacles, otherwise="off")
+    defaults, reason = choose_engine(
+        run, names, divides, stage=stage, model=model, layout=Split(targets, sizes.cp), obstacles=obstacles, otherwise="off"
+    )
     if reason and "--deepspeed" in run.translated:
         run.translated["--deepspeed"] += f"; {reason}"
     return defaults

@@ -8,7 +8,8 @@ engine's own rules where the run file is complete (`keep_fsdp`), and of the comm
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config.keys import MegatronConfig
@@ -16,9 +17,10 @@ from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.importers.recipe import ACTOR
 from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.writer import has_experts
 from mindspeed_rl.models.plan import read_model
 from mindspeed_rl.run.draft import draft
-from mindspeed_rl.run.rules.training_engine_rules import check_model_form
+from mindspeed_rl.run.rules.training_engine_rules import adapts_experts, check_model_form
 from mindspeed_rl.run.rules.validation import validate
 
 #: stages that have run on the engine
@@ -30,6 +32,21 @@ _FORMS = {
     "images": r"(?:^|[^a-z])vl\d*(?:[^a-z]|$)|vision|omni|llava|internvl|minicpm|gemma-?[34]-|qwen3\.[5-9]",
     "experts that transformers keeps transposed": r"gpt-?oss",
 }
+#: the same where the tokens of a row are divided over devices
+_WHOLE_ROWS = {"layers that compute whole rows only": r"qwen3-?next|deepseek-v3\.2|glm-?5"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """What of a run its model must allow.
+
+    Attributes:
+        targets: layers that have adapters.
+        context: devices that divide the tokens of a row.
+    """
+
+    targets: Sequence[str] = ()
+    context: int = 1
 
 
 def keep_fsdp(run: Import, obstacles: list[str]) -> str:
@@ -44,7 +61,10 @@ def keep_fsdp(run: Import, obstacles: list[str]) -> str:
     """
     resolved = draft(build_run_config(apply_values(run.tree, _FSDP)))
     reasons = [*obstacles, *(item.message for item in validate(resolved) if item.rule == "training_engine")]
-    if form := _find_form(str(run.get(f"{ACTOR}.base_model") or run.get(f"{ACTOR}.load"))):
+    model = str(run.get(f"{ACTOR}.base_model") or run.get(f"{ACTOR}.load"))
+    targets, context = (run.get(f"{ACTOR}.{name}") for name in ("lora_target_modules", "context_parallel_size"))
+    layout = Split(targets if isinstance(targets, list) else (), context if isinstance(context, int) else 1)
+    if not reasons and (form := _find_form(model, layout)):
         reasons.append(form)
     if reasons:
         return "; ".join(reasons)
@@ -54,44 +74,57 @@ def keep_fsdp(run: Import, obstacles: list[str]) -> str:
 
 
 def choose_engine(
-    run: Import, options: str, divides: str, *, stage: str, model: str, obstacles: Mapping[str, bool], otherwise: str
+    run: Import,
+    options: str,
+    divides: str,
+    *,
+    stage: str,
+    model: str,
+    layout: Split,
+    obstacles: Mapping[str, bool],
+    otherwise: str,
 ) -> tuple[tuple[tuple[str, object, str], ...], str]:
     """Return the defaults that choose the engine, and why it is Megatron's although the source divides weights.
 
     Args:
         options: names of the options that divide weights, for which the choice is noted.
         divides: what divides all weights there, such as "ZeRO-3"; empty where nothing does.
+        layout: what of the run its model must allow.
         obstacles: what stands against the engine -> True where the command has it.
         otherwise: note where nothing divides all weights.
     """
-    defaults, reason = _list_engine(divides, stage, model, obstacles)
+    defaults, reason = _list_engine(divides, stage, model, layout, obstacles)
     run.note_given(options, reason or ("see engine" if defaults else otherwise), changes_nothing=not defaults)
     return defaults, reason
 
 
 def _list_engine(
-    divides: str, stage: str, model: str, obstacles: Mapping[str, bool]
+    divides: str, stage: str, model: str, layout: Split, obstacles: Mapping[str, bool]
 ) -> tuple[tuple[tuple[str, object, str], ...], str]:
     if not divides:
         return (), ""
     found = [text for text, holds in obstacles.items() if holds]
     if stage not in _STAGES:
         found.insert(0, f"stage {stage}, which has not run on engine fsdp")
-    elif not found and (form := _find_form(model)):
+    elif not found and (form := _find_form(model, layout)):
         found.append(form)
     if found:
         return (), f"a layout of Megatron, because of {found[0]}"
     return ((f"{ACTOR}.engine", "fsdp", _REASON.format(divides)),), ""
 
 
-def _find_form(model: str) -> str:
+def _find_form(model: str, layout: Split) -> str:
     """Return why the engine does not compute a model, by its config.json where it is here, else by its name."""
+    if adapts_experts(layout.targets) and has_experts(model):
+        return f"{model} has experts, whose layers are among those that get adapters"
     if not Path(model, "config.json").expanduser().is_file():
+        forms = _FORMS | (_WHOLE_ROWS if layout.context > 1 else {})
         name = model.lower()
-        return next((f"by its name {model} has {form}" for form, names in _FORMS.items() if re.search(names, name)), "")
+        return next((f"by its name {model} has {form}" for form, names in forms.items() if re.search(names, name)), "")
     try:
         architecture, shape, _ = read_model(Path(model).expanduser())
-        check_model_form(MegatronConfig(engine="fsdp", bf16=True), architecture, shape)
+        config = MegatronConfig(engine="fsdp", bf16=True, context_parallel_size=layout.context)
+        check_model_form(config, architecture, shape)
     except ValueError as error:
         return str(error)
     return ""

@@ -1561,16 +1561,17 @@ def _choose_engine(run: Import, command: SourceCommand) -> None:
     layout, group = _read_layout(command), "engine." if command.program == "sft" else _ACTOR
     strategy = command.text(f"{group}strategy") or command.text("model_engine") or "fsdp"
     names = [name for name in (f"{group}strategy", "model_engine") if command.has(name)]
-    offload = f"{'engine.' if command.program == 'sft' else f'{_ACTOR}fsdp_config.'}offload_policy"
+    prefix = "engine." if command.program == "sft" else f"{_ACTOR}fsdp_config."
+    offload, groups = f"{prefix}offload_policy", f"{prefix}fsdp_size"
     if layout.engine != "megatron" and not run.refused:
         obstacles = [f"{strategy} spreads experts or sequences"] if strategy in ("veomni", "fsdp_turbo") else []
-        if layout.context > 1 and not obstacles:
-            obstacles = [f"Ulysses over {layout.context} devices: engine: fsdp does not split sequences"]
         if not (reason := keep_fsdp(run, obstacles)):
             for name in names:
                 run.translate(name, {f"{ACTOR}.engine": "fsdp"}, "a shard of all weights, gradients and states on each device")
             if command.flag(offload) and strategy == "fsdp2":
                 run.translate(offload, {f"{ACTOR}.swap_optimizer": True}, "weights are on the device in an update")
+            if 0 < (size := int(command.number(groups, -1))) < command.devices:
+                run.translate(groups, {f"{ACTOR}.fsdp_size": size}, "the other devices have copies")
             if not names:
                 run.added[f"{ACTOR}.engine"] = f"fsdp, the default of {run.project}"
         else:
@@ -1579,6 +1580,7 @@ def _choose_engine(run: Import, command: SourceCommand) -> None:
         if not run.is_noted(name):
             run.note(name, run.reasons.get("engine", f"{layout.engine}: Megatron-core is the engine"), changes_nothing=False)
     run.note_given(offload, "read only with fsdp2, or offload_train_* is for the rollout")
+    run.note_given(groups, "all devices divide each weight" if run.get(f"{ACTOR}.engine") else "see engine")
 
 
 PROJECT = SourceProject("verl", "verl", "0.9.1", TABLES, _read, _describe, _finish, prefix="")

@@ -123,7 +123,7 @@ _PADDED = "pad_to_length pad_to_length_bucket"
 
 _FSDP: tuple[tuple[str, Option], ...] = (
     (
-        "fsdp_size reshard_after_forward use_orig_params wrap_policy.min_num_params "
+        "reshard_after_forward use_orig_params wrap_policy.min_num_params "
         "use_no_sync_for_gradient_accumulation forward_prefetch "
         + _put(
             "expert_fully_shard_parallel_size expert_parallel_size fully_shard_parallel_size tensor_parallel_size "
@@ -134,6 +134,7 @@ _FSDP: tuple[tuple[str, Option], ...] = (
         _SHARDING,
     ),
     ("offload_policy", with_others("swap_optimizer")),
+    ("fsdp_size", with_others("fsdp_size")),
     ("model_dtype", with_others("the format of the weights", off="the row weights of the plan has it", by_nature=True)),
     (f"{_ENTROPY} {_PADDED} use_torch_compile", _MEMORY),
     ("full_determinism forward_only", no_effect("the phase decides whether a pass has gradients; see deterministic")),
@@ -700,7 +701,7 @@ def _build_ppo() -> dict[str, Option]:
         f"{actor}fsdp_config. {ref}fsdp_config. critic.fsdp.",
         [*_FSDP, ("seed strategy param_offload optimizer_offload", _MEMORY)],
     )
-    table |= _under(f"{ref}fsdp_config. critic.fsdp.", [("ulysses_sequence_parallel_size offload_policy", _MEMORY)])
+    table |= _under(f"{ref}fsdp_config. critic.fsdp.", [("ulysses_sequence_parallel_size offload_policy fsdp_size", _MEMORY)])
     table |= {
         f"{actor}fsdp_config.ulysses_sequence_parallel_size": _ULYSSES,
         f"{actor}fsdp_config.param_offload": to(offload[0]),

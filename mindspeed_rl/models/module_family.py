@@ -75,8 +75,13 @@ class ModuleArchitecture(Architecture):
         """Check the keys of a role with such a model.
 
         Raises:
-            ValueError: rows may be too long for it.
+            ValueError: rows may be too long for it, or the keys name layers of Megatron's.
         """
+        if config.lora_target_modules:
+            raise ValueError(
+                f"lora_target_modules: {', '.join(config.lora_target_modules)} are layers of the support table's families, and "
+                f"only transformers computes {self.name}; leave it out, which trains all weights"
+            )
         if self.longest is not None and config.seq_length is not None and config.seq_length > self.longest:
             raise ValueError(
                 f"seq_length: {config.seq_length} is above the {self.longest} tokens (original_max_position_embeddings) up to "

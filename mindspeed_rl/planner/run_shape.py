@@ -101,9 +101,11 @@ class Model:
 
     def weights(self, elements: Elements) -> int:
         """Return the bytes of weights, adapters and buffers."""
-        all_train = self.trains and not self.config.lora_target_modules
-        itemsize = 4 if self.holding.has_float32_weights and all_train else self.itemsize
-        return -(-self._count_weights(elements) * itemsize // self._shards) + elements.buffers * 4
+        trained = 4 if self.holding.has_float32_weights and self.trains else self.itemsize
+        base = self.itemsize if self.config.lora_target_modules else trained
+        adapters = elements.dense_adapters + elements.expert_adapters
+        size = elements.parameters * base + adapters * trained
+        return -(-size // self._shards) + elements.buffers * 4
 
     def computed_weights(self, elements: Elements) -> int:
         """Return the bytes of full weights in the format that they are computed with."""
@@ -116,7 +118,7 @@ class Model:
     @property
     def _shards(self) -> int:
         """Ranks that a weight or a gradient is divided over, besides the parts of tensor and expert parallelism."""
-        return self.dp if self.holding.is_sharded else 1
+        return (self.config.fsdp_size or self.dp) if self.holding.is_sharded else 1
 
     def pass_weights(self, stage: int, stages: int) -> int:
         """Return the most bytes of the weights that a pass has at a time, on the devices of stage `stage` of the actor's."""
@@ -177,7 +179,9 @@ class Model:
         has_copy = self.config.bf16 and not self.holding.has_float32_weights
         bytes_each = (8 if stepped else 0) + (0 if not has_copy else 2 if self.config.reuse_fp32_param else 4)
         dense, expert = self._count_trained(elements)
-        if self.config.use_distributed_optimizer or self.holding.is_sharded:
+        if self.holding.is_sharded:
+            dense, expert = -(-dense // self._shards), -(-expert // self._shards)
+        elif self.config.use_distributed_optimizer:
             dense, expert = -(-dense // self.dp), -(-expert // self.expert_dp)
         has_single_moment = self.config.optimizer == "muon" and stepped
         return bytes_each * (dense + expert) - (4 * elements.matrices if has_single_moment else 0)

@@ -140,6 +140,8 @@ def _list_layouts(run: Run, count: int) -> Iterator[_Values]:
         sizes: _Values = {**split.sizes, **stages}
         if actor.sequence_parallel and split.tensor == 1:
             sizes["sequence_parallel"] = False
+        if actor.fsdp_size is not None and count % actor.fsdp_size:
+            sizes["fsdp_size"] = None  # the devices that are left are no equal groups
         yield {f"{group}.{name}": value for name, value in sizes.items() for group in _find_groups(run, name)}
 
 

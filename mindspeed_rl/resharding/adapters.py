@@ -13,10 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mindspeed_rl.checkpoint.jobs import same_bits
-from mindspeed_rl.engine.built_model import BuiltModel
-from mindspeed_rl.engine.lora import list_owned_adapters, save_peft
-from mindspeed_rl.engine.lora_layers import Adapter, LoraSettings
-from mindspeed_rl.models.weights import MemorySource, WeightOp
+from mindspeed_rl.engine.interface import Adapters
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.rollout.protocol import LoadsWeights
@@ -55,11 +52,11 @@ class AdapterFolder:
         scale: factor of B A.
     """
 
-    def __init__(self, model: BuiltModel, settings: LoraSettings, base_model: str) -> None:
-        self._model, self._settings, self._base_model = model, settings, base_model
+    def __init__(self, adapters: Adapters, base_model: str) -> None:
+        self._adapters, self._base_model = adapters, base_model
         self._home: Path | None = None
         self._remove: Callable[[], object] = lambda: None
-        self.scale: float = settings.scale
+        self.scale: float = adapters.scale
         self.tensors: dict[str, Tensor] = {}
         self.num_bytes = 0
 
@@ -74,27 +71,17 @@ class AdapterFolder:
         Raises:
             WeightDeliveryError: on every rank, where the folder of any differs from what was trained.
         """
-        exchange, device = Exchange.from_world(), next(self._model.models[0].parameters()).device
+        exchange, device = Exchange.from_world(), self._adapters.device
         self._remove()
         self._home, self._remove = make_owned_folder(self, "mindspeed-rl-adapter-")
-        save_peft(self._model, self._settings, self.path if exchange.rank == 0 else "", self._base_model)
+        self._adapters.save(self.path if exchange.rank == 0 else "", self._base_model)
         self.num_bytes = spread_folder(exchange, device, self.path, self.path)
         self.tensors = load_file(self.path / ADAPTER_FILE)
         self._check(exchange, device)
 
     def _check(self, exchange: Exchange, device: torch.device) -> None:
         """Compare every trained shard with its slice of the first rank's folder, and the folders of all ranks with that one."""
-        wrong: list[str] = []
-        names: list[str] = []
-        for op, adapter in list_owned_adapters(self._model):
-            get_name = self._model.plan.architecture.get_module_name
-            modules = [_PREFIX + get_name(name).removesuffix(".weight") for name in op.hf]
-            names += [f"{module}.lora_{matrix}.weight" for module in modules for matrix in "AB"]
-            shares = self._read_shares(op, adapter, modules)
-            if shares is None or not all(
-                same_bits(*pair) for pair in zip((*shares[0], shares[1]), (adapter.a,) * len(modules) + (adapter.b,))
-            ):
-                wrong.append(op.hf[0].removesuffix(".weight"))
+        wrong, names = self._adapters.find_differing(self.tensors)
         digests = [hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in _FILES]
         reports = [json.loads(text) for text in exchange.all_gather(json.dumps([wrong, names, digests]), device)]
         wrong = [name for others, _, _ in reports for name in others]
@@ -105,18 +92,6 @@ class AdapterFolder:
                 f"weight push: the adapters on this rank differ from those trained in {max(1, len(wrong))} layers, "
                 f"for example {example}."
             )
-
-    def _read_shares(self, op: WeightOp, adapter: Adapter, modules: Sequence[str]) -> tuple[list[Tensor], Tensor] | None:
-        """Return what the folder has of a trained shard: A of each module, and B; None where a matrix is missing."""
-        stored = [self.tensors.get(f"{module}.lora_{matrix}.weight") for matrix in "AB" for module in modules]
-        matrices = [tensor.to(adapter.a.device, adapter.a.dtype) for tensor in stored if tensor is not None]
-        if len(matrices) < len(stored):
-            return None
-        a, b = matrices[: len(modules)], dict(zip(op.hf, matrices[len(modules) :]))
-        size, rank = adapter.group.size(), adapter.group.rank()
-        if adapter.splits_input:
-            return [matrix.chunk(size, dim=1)[rank] for matrix in a], b[op.hf[0]]
-        return a, op.read_shard(MemorySource(b), size, rank)
 
 
 _WRAPPED = "base_layer"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.jobs import add_delta
 from mindspeed_rl.engine.fsdp.model import ShardedModel
 from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, relative_index
 from mindspeed_rl.resharding.trained_weights import TrainedWeights
@@ -18,10 +20,24 @@ from mindspeed_rl.resharding.transfer import WeightSource
 
 
 class RowSources:
-    """Slices of HF tensors from this rank's rows."""
+    """Slices of HF tensors from this rank's rows, with low-rank adapters merged.
 
-    def __init__(self, model: ShardedModel) -> None:
+    Rows with their adapter are computed when they are read and cached until those of another tensor are.
+    """
+
+    def __init__(self, model: ShardedModel, *, merges: bool = True) -> None:
+        """Take the rows of a model; collective where it has adapters.
+
+        Args:
+            model: the model on this rank.
+            merges: adapters are merged.
+        """
         self._model = model
+        self._pairs = model.pairs if merges else {}
+        #: full matrices A, as of the last `forget_merged`
+        self._inputs: dict[str, Tensor] = {}
+        self._merged: tuple[str, Tensor] | None = None
+        self.forget_merged()
 
     def read(self, name: str, tensor_slice: Slice, out: Tensor) -> None:
         """Write a slice that this rank has to `out`, which has its shape and any type."""
@@ -31,15 +47,29 @@ class RowSources:
     def views(self, name: str, tensor_slice: Slice) -> list[tuple[Slice, Tensor]]:
         """Return the part of a slice that this rank has, with a view of its elements."""
         # read anew each time: the first forward pass gives the rows of some parameters other memory
-        rows, start = self._model.read_rows(name)
+        rows, start = self._read_rows(name)
         shape = self._model.shape(name)
         inner = _count_inner(shape)
         own = ((start * inner, (start + len(rows)) * inner), *full_slice(flatten(shape))[1:])
         part = intersect(tensor_slice, own)
         return [] if part is None else [(part, rows.reshape(flatten(tuple(rows.shape)))[relative_index(part, own)])]
 
+    @torch.no_grad()
+    def _read_rows(self, name: str) -> tuple[Tensor, int]:
+        rows, start = self._model.read_rows(name)
+        pair = self._pairs.get(name)
+        if pair is None or self._model.adapters is None:
+            return rows, start
+        if self._merged is None or self._merged[0] != name:
+            # divided by rows as the weight is
+            outputs = self._model.read_shard(pair.b)
+            self._merged = name, add_delta(rows, self._inputs[pair.a], outputs, self._model.adapters.scale)
+        return self._merged[1], start
+
     def forget_merged(self) -> None:
-        """Do nothing: the stream has the model's rows."""
+        """Drop the cached rows and gather each A as it is now; collective over the training world."""
+        self._merged = None
+        self._inputs = {pair.a: self._model.gather(pair.a) for pair in self._pairs.values()}
 
 
 class ShardStream(WeightSource):
@@ -52,6 +82,7 @@ class ShardStream(WeightSource):
             model: the trained model on this rank.
             bucket_bytes: limit of the bytes in flight on a rank in one exchange.
         """
+        self._model = model
         self.sources = RowSources(model)
         self._stored = {name: model.shape(name) for name in model.places}
         self.shapes = {name: flatten(shape) for name, shape in self._stored.items()}
@@ -64,6 +95,11 @@ class ShardStream(WeightSource):
         holders = {name: _list_holders(model, name, size) for name in self.shapes}
         device = next(iter(model.names.values())).device
         self.trained = TrainedWeights(holders, self.shapes, self.sources, device, bucket_bytes, nodes.__getitem__)
+
+    @property
+    def base(self) -> TrainedWeights:
+        """The training side of a weight sync without the low-rank adapters."""
+        return replace(self.trained, sources=RowSources(self._model, merges=False))
 
     def named_tensors(
         self, dtype: torch.dtype | None = None, *, ranks: Sequence[int] | None = None

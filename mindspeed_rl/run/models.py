@@ -32,7 +32,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
-from mindspeed_rl.run.rules.training_engine_rules import check_balancing, check_model_form, computes_by_module
+from mindspeed_rl.run.rules.training_engine_rules import check_model_form, computes_by_module
 
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
@@ -422,8 +422,6 @@ def _decide_losses(
                 str(model.source.weights), f"the base of the adapter in {model.source.adapter}, which {use}"
             )
         written = set_keys.get("megatron_training", frozenset()) | set_keys.get(f"{name}_config", frozenset())
-        if name in ("actor", "critic"):
-            check_balancing(f"{name}_config", config, plan.model_config, plan.balancing.coeff)
         if plan.model_config.num_moe_experts and name in ("actor", "critic") and "moe_aux_loss_coeff" not in written:
             kind, coeff = config.moe_router_load_balancing_type, plan.model_config.moe_aux_loss_coeff
             source = "the model's config.json" if coeff is not None else "neither the run file nor config.json has one"

@@ -9,7 +9,6 @@ from pathlib import Path
 from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
@@ -40,12 +39,12 @@ class ActorWorker(ActorPhases):
         self._build(plane)
         self.rollout = RolloutReplica(run, plane, self.tokenizer, run_id)
         self._adapters: AdapterFolder | None = None
-        settings = LoraSettings.from_config(run.config.actor_config)
-        if settings is not None and run.generate.lora_push == "adapter":
-            self._adapters = AdapterFolder(self.actor.model, settings, str(self.source.hf_folder))
+        if run.generate.lora_push == "adapter":
+            self._adapters = AdapterFolder(self.actor.require_adapters(), str(self.source.hf_folder))
         if run.rl.opponents.roles:
-            device = next(self.actor.model.models[0].parameters()).device
-            self.rollout.opponents = pool = OpponentPool(run.rl.opponents, run.config.actor_config.save, device)
+            self.rollout.opponents = pool = OpponentPool(
+                run.rl.opponents, run.config.actor_config.save, self.actor.engine.device
+            )
             if iteration := self.resumed_state().get("iteration", 0):
                 pool.restore(Path(self.source.weights), iteration)
         self.actor.restore_random()

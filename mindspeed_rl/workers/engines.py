@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine.batching import BatchShape
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.checkpoint import MegatronFiles
 from mindspeed_rl.engine.fsdp.checkpoint import DcpFiles
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.engine.fsdp.model import build_sharded_model
-from mindspeed_rl.engine.interface import Engine, StateFiles
+from mindspeed_rl.engine.interface import Adapters, Engine, StateFiles
+from mindspeed_rl.engine.lora import MegatronAdapters
+from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import list_local_weights
 from mindspeed_rl.models.plan import ModelPlan
@@ -54,6 +55,7 @@ class BuiltEngine:
     Attributes:
         build_stream: returns its weights for weight sync and export, once they are loaded; collective.
         files: form of its state in a checkpoint.
+        adapters: its low-rank adapters; None without.
         read_gradients: returns the gradients of a step by HF name, called by `Engine.on_gradients` in a world of one rank.
     """
 
@@ -61,6 +63,7 @@ class BuiltEngine:
     build_stream: Callable[[], WeightSource]
     files: StateFiles
     read_gradients: Callable[[], dict[str, Tensor]]
+    adapters: Adapters | None = None
 
 
 def _build_megatron(
@@ -79,7 +82,14 @@ def _build_megatron(
     engine = TrainEngine(config, model, shape, temperature=passes.temperature)
     if (copies := WeightCopies.build(config, model)) is not None:
         engine.add_part(copies)
-    return BuiltEngine(engine, lambda: WeightStream(model), MegatronFiles(engine), lambda: _read_buffers(model))
+    settings = LoraSettings.from_config(config)
+    return BuiltEngine(
+        engine,
+        lambda: WeightStream(model),
+        MegatronFiles(engine),
+        lambda: _read_buffers(model),
+        None if settings is None else MegatronAdapters(model, settings),
+    )
 
 
 def _read_buffers(model: BuiltModel) -> dict[str, Tensor]:
@@ -98,9 +108,10 @@ def _read_buffers(model: BuiltModel) -> dict[str, Tensor]:
 
 def _build_fsdp(config: MegatronConfig, plan: ModelPlan, hf_folder: Path, passes: PassSettings, trains: bool) -> BuiltEngine:
     model = build_sharded_model(config, plan, hf_folder, trains=trains)
-    shape = BatchShape(packed=passes.packed and plan.architecture.packs, fixed_width=passes.fixed_width, pad_id=passes.pad_id)
+    packed = passes.packed and plan.architecture.packs
+    shape = batch_shape(config, packed=packed, pad_id=passes.pad_id, fixed_width=passes.fixed_width)
     engine = FsdpEngine(config, model, shape, temperature=passes.temperature)
-    return BuiltEngine(engine, lambda: ShardStream(model), DcpFiles(engine), model.read_gradients)
+    return BuiltEngine(engine, lambda: ShardStream(model), DcpFiles(engine), model.read_gradients, model.adapters)
 
 
 #: value of the key `engine` -> function that builds it; collective over the training world

@@ -19,7 +19,6 @@ from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs, TopLogProbs
 from mindspeed_rl.engine.interface import StepResult
-from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.reports import WorkerReport
@@ -127,7 +126,7 @@ class RefPhases(_ModelWorker):
         # without a model of its own the reference is the actor without its adapters
         target = self.roles.ref or self.roles.actor
         assert target is not None
-        weights = nullcontext() if self.roles.ref else adapters_disabled(target.model)
+        weights = nullcontext() if self.roles.ref else target.require_adapters().disabled()
         batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or target.config.micro_batch_size)
         metrics = Metrics()
         with self.phase(Phases.REF_LOG_PROBS, metrics, target, timed=False), weights:

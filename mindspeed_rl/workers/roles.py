@@ -41,8 +41,7 @@ from mindspeed_rl.engine.checkpoint import (
     verify_files,
 )
 from mindspeed_rl.engine.disks import gather_objects
-from mindspeed_rl.engine.lora import load_peft, save_peft
-from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.interface import Adapters
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.streamed_weights import StreamedWeights
 from mindspeed_rl.engine.train_engine import TrainEngine
@@ -106,6 +105,7 @@ class Role:
 
     Attributes:
         trains: False for a model whose weights no optimizer changes.
+        adapters: low-rank adapters of the model; None without.
         resumed: the result of `load_checkpoint` when training state was restored, else None.
     """
 
@@ -138,12 +138,17 @@ class Role:
         self.resumed: dict[str, Any] | None = None
         self._random: dict[str, Tensor] | None = None
         built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains or has_gradients)
-        self.engine, self._files = built.engine, built.files
+        self.engine, self._files, self.adapters = built.engine, built.files, built.adapters
         self._moves_slowly, self._ema_decay = moves_slowly, ema_decay
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
         self.offloader = self.engine.offloader
         self.stream: WeightSource = built.build_stream()
         self._saver = CheckpointSaver(self.engine, config.save, self._files) if config.save else None
+
+    def require_adapters(self) -> Adapters:
+        """Return the adapters of a role that a rule requires to have some."""
+        assert self.adapters is not None, self.name
+        return self.adapters
 
     @property
     def megatron(self) -> TrainEngine:
@@ -220,15 +225,14 @@ class Role:
             stored = replace(plan.model_config, head="lm") if fresh_head else plan.model_config
             verify_files(mcore.iteration_folder(source.weights, iteration), "convert it again")
             tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
-        settings = LoraSettings.from_config(self.config)
         adapter = None
         if source.adapter is not None:
             adapter = open_peft(source.adapter, plan.architecture.weight_ops(plan.model_config))
-        if adapter is not None and settings is None:
+        if adapter is not None and self.adapters is None:
             tensors = MergedSource(tensors, adapter)
         self.engine.load(_WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
-        if adapter is not None and settings is not None:
-            load_peft(self.model, settings, adapter)
+        if adapter is not None and self.adapters is not None:
+            self.adapters.load(adapter)
         if self._moves_slowly:
             self.megatron.stored_weights = Float32Weights(self.model)
 
@@ -323,9 +327,8 @@ class Role:
         # the remains of a save that was killed
         if dist.get_rank() == 0 and folder.exists():
             shutil.rmtree(folder)
-        lora = LoraSettings.from_config(self.config)
-        if lora is not None and self.config.lora_ckpt_filter and head == "lm":
-            save_peft(self.model, lora, folder, str(self.source.hf_folder))
+        if self.adapters is not None and self.config.lora_ckpt_filter and head == "lm":
+            self.adapters.save(folder, str(self.source.hf_folder))
             if dist.get_rank() == 0:
                 self._template.write_beside_adapter(folder)
             dist.barrier()

@@ -21,7 +21,6 @@ from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.checkpoint.newest import BEST_ITERATION
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatching, Rows
-from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
 from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.observability.metrics import Metric, Metrics
@@ -204,7 +203,7 @@ class SupervisedWorker(DeviceWorker):
         """Return the log-prob of each answer under policy or reference; only the last pipeline stage has and needs it."""
         # without a model of its own the reference is the policy without its adapters
         shares = is_ref and self.ref is None
-        with adapters_disabled(self.role.model) if shares else nullcontext():
+        with self.role.require_adapters().disabled() if shares else nullcontext():
             result = ((self.ref if is_ref else None) or self.role).engine.forward(rows, self.batching)
         log_probs = result[0] if result is not None else [mask * 0.0 for mask in rows.columns["loss_mask"]]
         return [(values * mask).sum() for values, mask in zip(log_probs, rows.columns["loss_mask"])]

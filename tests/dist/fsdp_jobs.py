@@ -8,18 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 import training_jobs as jobs
 from megatron.core import parallel_state
 from training_jobs import KEYS, TEMPERATURE, Setting, all_rows, my_rows, summary, weighted_loss
 
 from mindspeed_rl.checkpoint.hf import HfFolder
+from mindspeed_rl.checkpoint.lora import open_peft
 from mindspeed_rl.config import MegatronConfig, build_run_config
 from mindspeed_rl.diagnostics import engine_parity
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
+from mindspeed_rl.engine.lora import AdapterSlot, adapters_disabled, list_adapters, map_ops, save_peft
+from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.optimizer import reload_main_weights
 from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.workers.engines import BuiltEngine, PassSettings, build_engine
 
 
@@ -60,10 +66,15 @@ def train(setting: Setting, steps: int = 5) -> dict[str, Any]:
         return summary(results, weights) | {"gradients": gradients}
 
 
+def _list_mine() -> range:
+    """Indexes of `my_rows`."""
+    return range(parallel_state.get_data_parallel_rank(), 8, parallel_state.get_data_parallel_world_size())
+
+
 def forward(setting: Setting) -> dict[int, tuple[Any, Any]]:
     """Log-probs and entropies by row, of this rank's rows."""
     with engine_of(setting) as (engine, _):
-        mine = range(dist.get_rank(), 8, dist.get_world_size())
+        mine = _list_mine()
         output = engine.forward(my_rows(all_rows()), setting.batching)
         return {row: (a.numpy(), b.numpy()) for row, a, b in zip(mine, *output)}
 
@@ -131,3 +142,80 @@ def read_frequencies(setting: Setting) -> tuple[str, Any]:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         gc.collect()
+
+
+ADAPTED = {"lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "lora_r": 3, "lora_alpha": 7}
+
+
+def _report_adapters(engine: Any, stream: Any, disabled: Any, steps: int, setting: Setting) -> dict[str, Any]:
+    """Log-probs with and without adapters, and what some steps make of them."""
+    rows, mine = my_rows(all_rows()), _list_mine()
+    with_adapters = engine.forward(rows, setting.batching)[0]
+    with disabled:
+        without = engine.forward(rows, setting.batching)[0]
+    results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
+    weights = {name: tensor.clone() for name, tensor in stream().named_tensors()}
+    return summary(results, weights) | {
+        "log_probs": {row: values.numpy() for row, values in zip(mine, with_adapters)},
+        "base": {row: values.numpy() for row, values in zip(mine, without)},
+    }
+
+
+def megatron_adapters(setting: Setting, folder: str, steps: int = 3) -> dict[str, Any]:
+    """Trains adapters that have an effect on Megatron's engine, and writes those of the start to a PEFT folder."""
+    generator, gradients = torch.Generator().manual_seed(11), dict[str, Any]()
+    with jobs.engine_of(setting) as engine:
+        settings = LoraSettings.from_config(engine.config)
+        assert settings is not None
+        for _, adapter in list_adapters(engine.model):
+            adapter.b.copy_(0.1 * torch.randn(adapter.b.shape, generator=generator))
+        reload_main_weights(engine.optimizer)
+        save_peft(engine.model, settings, folder, setting.folder)
+        ops, slot = map_ops(engine.model), AdapterSlot(engine.model)
+        matrices = {f"{op.mcore}.lora_A": adapter.a for op, adapter in list_adapters(engine.model)}
+
+        def keep() -> None:
+            read = slot.read_gradients(matrices)
+            for name in [name.removesuffix(".lora_A") for name in matrices]:
+                op, of_b = ops[name], read[f"{name}.lora_B"]
+                for tensor, rows in (op.shards_to_hf([of_b]) if op.splits[0].dim == 0 else {op.hf[0]: of_b}).items():
+                    gradients.setdefault(f"{tensor}.A", read[f"{name}.lora_A"].numpy().copy())
+                    gradients.setdefault(f"{tensor}.B", rows.numpy().copy())
+
+        engine.on_gradients.append(keep)
+        report = _report_adapters(engine, lambda: WeightStream(engine.model), adapters_disabled(engine.model), steps, setting)
+        return report | {"gradients": gradients}
+
+
+def fsdp_adapters(setting: Setting, folder: str, steps: int = 3, saved: str = "") -> dict[str, Any]:
+    """Trains the adapters of a PEFT folder, and writes those of the end to another one."""
+    gradients: dict[str, Any] = {}
+    with engine_of(setting) as (engine, built):
+        assert built.adapters is not None
+        plan = engine.plan
+        built.adapters.load(open_peft(Path(folder), plan.architecture.weight_ops(plan.model_config)))
+
+        def keep() -> None:
+            read = built.read_gradients()
+            for tensor, pair in engine.model.pairs.items():
+                gradients.setdefault(f"{tensor}.A", read[pair.a].numpy())
+                gradients.setdefault(f"{tensor}.B", read[pair.b].numpy())
+
+        engine.on_gradients.append(keep)
+        report = _report_adapters(engine, built.build_stream, built.adapters.disabled(), steps, setting)
+        if saved:
+            built.adapters.save(saved, setting.folder)
+        return report | {"gradients": gradients}
+
+
+def fresh_adapters(setting: Setting) -> dict[str, Any]:
+    """The first values of A, by HF tensor, and of all weights with the adapters merged."""
+    with engine_of(setting) as (engine, built):
+        matrices = {tensor: engine.model.gather(pair.a).numpy() for tensor, pair in engine.model.pairs.items()}
+        return {"matrices": matrices, "trained": sorted(engine.model.list_trained())}
+
+
+def megatron_fresh_adapters(setting: Setting) -> dict[str, Any]:
+    """The first values of A by HF tensor, on Megatron's engine."""
+    with jobs.engine_of(setting) as engine:
+        return {tensor: adapter.a.numpy().copy() for op, adapter in list_adapters(engine.model) for tensor in op.hf}

@@ -1,7 +1,7 @@
 # ruff: noqa: E402  (Megatron must be imported after the adaptor)
 """One GRPO iteration with LoRA in one process: its own reference with the adapters off, its rollout engine fed merged weights.
 
-usage: lora_rl_program.py PORT MODEL_FOLDER RESULT_FILE merged|adapter
+usage: lora_rl_program.py PORT MODEL_FOLDER RESULT_FILE merged|adapter megatron|fsdp
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ class LocalPlane:
         return [self.columns[name][row] for row in range(ROWS)]
 
 
-def run_config(folder: str, lora_push: str) -> Any:
+def run_config(folder: str, lora_push: str, engine: str) -> Any:
     return build_run_config(
         {
             "platform": "cpu",
             "megatron_training": {
                 "stage": "ray_grpo",
+                "engine": engine,
                 "bf16": False,
                 "global_batch_size": 4,
                 "micro_batch_size": 4,
@@ -100,6 +101,15 @@ def largest_gap(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) ->
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs))
 
 
+def read_base(role: Any) -> dict[str, torch.Tensor]:
+    """The weights that do not train, by name."""
+    if role.config.engine == "megatron":
+        named = dict(role.model.models[0].named_parameters())
+    else:
+        named = {name: role.engine.model.read_shard(name) for name in role.engine.model.names}
+    return {name: value.detach().clone() for name, value in named.items() if ".lora_" not in name}
+
+
 def tampered(worker: Any) -> str:
     """What the proof says once a bit of an adapter in the engine's memory has changed."""
     from mindspeed_rl.resharding.proof import WeightDeliveryError
@@ -132,10 +142,10 @@ def play_past(worker: Any, prompts: Sequence[torch.Tensor], versions: Sequence[i
     return [[done[version, index] for index in range(len(prompts))] for version in versions]
 
 
-def main(port: str, folder: str, result: Path, lora_push: str) -> None:
+def main(port: str, folder: str, result: Path, lora_push: str, engine: str) -> None:
     os.environ.update(platform.select("cpu").worker_env())
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    cfg, plane = run_config(folder, lora_push), LocalPlane()
+    cfg, plane = run_config(folder, lora_push, engine), LocalPlane()
     prepare_process(("train", "rollout"), cfg.actor_config)
     from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.actor_worker import ActorWorker
@@ -148,8 +158,7 @@ def main(port: str, folder: str, result: Path, lora_push: str) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 90, (6,), generator=generator) for _ in range(ROWS // 2) for _ in range(2)]
     plane.put({"prompt_ids": prompts}, range(ROWS))
-    model = worker.roles.actor.model.models[0]
-    base = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_" not in name}
+    base = read_base(worker.roles.actor)
     results: dict[str, Any] = {"has_reference": worker.roles.ref is not None}
 
     if lora_push == "adapter":
@@ -194,12 +203,12 @@ def main(port: str, folder: str, result: Path, lora_push: str) -> None:
             for name in ("adapter_config.json", "adapter_model.safetensors")
         ]
     results["tampered"] = tampered(worker) if lora_push == "adapter" else ""
-    same = [torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base]
-    results["base_unchanged"] = all(same) and len(same) == len(base)
+    after = read_base(worker.roles.actor)
+    results["base_unchanged"] = after.keys() == base.keys() and all(torch.equal(after[name], base[name]) for name in base)
     result.write_text(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)  # vLLM's engine does not end cleanly inside a training process
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -29,6 +29,15 @@ def test_weights_arrive_and_log_probs_agree_after_each_update(tmp_path: Path, na
         assert report["grad_norm"][0] > 0 and report["tokens"][0] != report["tokens"][2]
 
 
+@pytest.mark.parametrize("keys", [{"fsdp_size": 1}, {"context_parallel_size": 2}])
+def test_weights_of_other_layouts_arrive(tmp_path: Path, keys: dict[str, int]) -> None:
+    setting = Setting(str(tiny_families.save("qwen3", tmp_path)), {"engine": "fsdp", **keys})
+    group = Ranks(2, "rollout")
+    reports = group.run(jobs.learn, setting=setting, infer_tp=1, timeout_s=240)
+    group.close()
+    assert all(max(report["differences"]) < 1e-4 and min(report["proven"]) > 10 for report in reports)
+
+
 def test_experts_of_which_a_rank_has_none_arrive_too(tmp_path: Path) -> None:
     setting = Setting(str(tiny_families.save("qwen3_moe", tmp_path)), {"engine": "fsdp", "moe_aux_loss_coeff": 0.0})
     group = Ranks(3, "rollout")  # four experts: two, two and none

@@ -43,14 +43,15 @@ def save_model(folder: Path, hidden_size: int = 64) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
 @pytest.mark.parametrize("lora_push", ["merged", "adapter"])
-def test_an_iteration_trains_adapters_against_the_model_without_them(tmp_path: Path, lora_push: str) -> None:
+def test_an_iteration_trains_adapters_against_the_model_without_them(tmp_path: Path, lora_push: str, engine: str) -> None:
     save_model(tmp_path / "model")
     port = str(find_free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     result = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), port, str(tmp_path / "model"), str(result), lora_push],
+        [sys.executable, str(PROGRAM), port, str(tmp_path / "model"), str(result), lora_push, engine],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

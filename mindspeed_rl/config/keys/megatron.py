@@ -162,6 +162,10 @@ class _ParallelKeys:
         "what computes the role: megatron, or fsdp: transformers' own modules, a shard of all weights on each device",
         "由什么计算该角色：megatron；或 fsdp，即 transformers 自己的模块，每个设备存全部权重的一个分片",
         elsewhere="strategy", on_resume="fixed")
+    fsdp_size: int | None = key(None,
+        "devices that divide each weight between them; groups of so many have copies (hybrid sharding); all devices when unset",
+        "共同切分每个权重的设备数；各组这么多设备之间互为副本（混合分片）；不设时为全部设备", range=Range.PROCESSES,
+        needs=("engine", ("fsdp",)), on_resume="random")
     num_npus: int | None = key(None, "devices of a run without rl_config; tensor x pipeline x context parallel size when unset",
         "没有 rl_config 时的设备数；不设时为张量 x 流水 x 上下文并行数", range=Range.DEVICES, on_resume="random")
     tensor_model_parallel_size: int = key(1, "devices one layer is split over", "一层切分到的设备数", range=Range.PROCESSES,

@@ -6,13 +6,73 @@ the flash kernels need it. This function is registered next to them, and calls t
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from mindspeed_rl.engine.attention import heads_to_sequence, sequence_to_heads
+from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.engine.sequence_layout import PackedLayout
+
 #: name of the attention function in transformers
 PACKED_ATTENTION = "mindspeed_rl_packed"
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """The tokens of each row divided over ranks, which exchange them for heads in attention (Ulysses, arXiv:2309.14509).
+
+    Attributes:
+        group: the ranks.
+        to_natural: [tokens] int64; index, among the tokens of all ranks in rank order, of each token of the row.
+        to_rank_major: the inverse permutation.
+    """
+
+    group: dist.ProcessGroup
+    to_natural: Tensor
+    to_rank_major: Tensor
+
+    @classmethod
+    def build(cls, micro_batch: MicroBatch, group: dist.ProcessGroup) -> SequenceSplit:
+        """Return the division of a micro-batch's rows (`sequence_layout.zigzag_positions`)."""
+        layout = micro_batch.packed
+        if layout is None:  # rows are equally wide, so one division fits all
+            width = micro_batch.input_ids.size(1) * group.size()
+            layout = PackedLayout.build([width], micro_batch.input_ids.device, group.size())
+        assert layout.to_natural is not None and layout.to_rank_major is not None  # several ranks
+        return cls(group, layout.to_natural, layout.to_rank_major)
+
+    def gather_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all tokens of this rank's heads, [rows, heads / ranks, tokens, width] each.
+
+        Heads of keys are repeated as often as each rank needs whole ones.
+        """
+        heads, groups, ranks = query.size(1), key.size(1), self.group.size()
+        copies = math.lcm(groups, ranks) // groups
+        if heads % (groups * copies):  # a rank's queries would belong to a part of a key's
+            copies = heads // groups
+        if copies > 1:
+            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+        query, key, value = (self._gather(x) for x in (query, key, value))
+        return query, key, value
+
+    def _gather(self, x: Tensor) -> Tensor:
+        gathered = sequence_to_heads(x.permute(2, 0, 1, 3), self.group)
+        return gathered.index_select(0, self.to_natural).permute(1, 2, 0, 3)
+
+    def return_tokens(self, x: Tensor) -> Tensor:
+        """Undo `gather_tokens` for the output, [rows, heads / ranks, tokens, width]."""
+        ordered = x.permute(2, 0, 1, 3).index_select(0, self.to_rank_major)
+        return heads_to_sequence(ordered, self.group).permute(1, 2, 0, 3)
+
+    def choose_heads(self, values: Tensor) -> Tensor:
+        """Return this rank's part of one value per head."""
+        return values.chunk(self.group.size())[self.group.rank()]
 
 
 def packed_attention(
@@ -27,6 +87,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    sequence_split: SequenceSplit | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
     """Compute causal attention of each sequence; arguments are as in transformers' attention functions.
@@ -39,11 +100,15 @@ def packed_attention(
         softcap: cap of the scores.
         s_aux: [heads] scores of sinks.
         cu_seq_lens_q: [sequences + 1] bounds of the sequences of a single row; None where each row is a sequence.
+        sequence_split: the tokens are this rank's, and it has some of the heads of all tokens meanwhile; None for all tokens.
 
     Returns:
         [rows, tokens, heads, width].
     """
     assert attention_mask is None and not dropout, "a causal mask and no dropout"
+    if sequence_split is not None:
+        query, key, value = sequence_split.gather_tokens(query, key, value)
+        s_aux = None if s_aux is None else sequence_split.choose_heads(s_aux)
     if cu_seq_lens_q is None:
         bounds = [0, query.size(2)]
     else:
@@ -54,7 +119,10 @@ def packed_attention(
         _attend(*part, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
         for part in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2))
     ]
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    output = torch.cat(parts, 2)
+    if sequence_split is not None:
+        output = sequence_split.return_tokens(output)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _attend(

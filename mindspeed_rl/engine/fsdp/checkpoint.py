@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
@@ -36,14 +36,16 @@ class DcpFiles:
 
     def describe(self) -> dict[str, Any]:
         """Return the layout, and the steps on which Adam's bias correction depends."""
-        return {"layout": {"shards": dist.get_world_size()}, "optimizer_steps": self._engine.optimizer_steps}
+        context = self._engine.config.context_parallel_size
+        layout = {"shards": self._engine.model.shards} | ({"cp": context} if context > 1 else {})
+        return {"layout": layout, "optimizer_steps": self._engine.optimizer_steps}
 
     def check(self, record: Mapping[str, Any], path: Path) -> None:
         """Accept every checkpoint of this engine: names and shapes are the model's, which the load compares."""
 
     def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
         """Return the request, which is run at once on every rank: a rule excludes `async_save`."""
-        state = self._list_tensors(with_optimizer=with_optimizer and self._engine.optimizer is not None)
+        state = self._list_tensors(subset, with_optimizer=with_optimizer and self._engine.optimizer is not None)
         state |= self._list_average()
 
         def write() -> None:
@@ -71,11 +73,13 @@ class DcpFiles:
             self._engine.start_restored(record)
         metadata = read_metadata(path / METADATA_FILE)
         fetch(lambda: {info.relative_path for info in metadata.storage_data.values()})
-        state = self._list_tensors(with_optimizer=with_optimizer)
+        state = self._list_tensors(subset, with_optimizer=with_optimizer)
         average = self._list_average() if with_average else {}
         state |= average
         if fresh_head:
-            state.pop(SHARDED_SCORE_HEAD).to_local().zero_()
+            head = state.pop(SHARDED_SCORE_HEAD)
+            if subset != "adapters":  # which have the head of the base weights
+                head.to_local().zero_()
         if missing := state.keys() - metadata.state_dict_metadata.keys():
             raise ValueError(f"load: {path} has no {min(missing)}; it is a checkpoint of another model.")
         # into the memory of the parameters and of the moments
@@ -95,15 +99,21 @@ class DcpFiles:
             )
         return tensors
 
-    def _list_tensors(self, *, with_optimizer: bool) -> dict[str, Any]:
+    def _list_tensors(self, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> dict[str, Any]:
         """Return this rank's tensors by the names that they have in the files."""
         engine = self._engine
-        state: dict[str, Any] = {_WEIGHTS + name: parameter.detach() for name, parameter in engine.model.names.items()}
-        state |= {_WEIGHTS + name: buffer for name, buffer in engine.model.buffers.items()}
+        trained, matrices = engine.model.list_trained(), engine.model.list_matrices()
+        weights: dict[str, Tensor] = {name: parameter.detach() for name, parameter in engine.model.names.items()}
+        chosen = {
+            "all": weights | engine.model.buffers,
+            "adapters": {name: weights[name] for name in trained},
+            "base": {name: weight for name, weight in weights.items() if name not in matrices} | engine.model.buffers,
+        }
+        state: dict[str, Any] = {_WEIGHTS + name: weight for name, weight in chosen[subset].items()}
         if with_optimizer:
             assert engine.optimizer is not None
             # a save before the first step has moments too
             init_moments(engine.optimizer, engine.optimizer_steps)
-            for name, parameter in engine.model.names.items():
+            for name, parameter in trained.items():
                 state |= {f"{moment}.{name}": engine.optimizer.state[parameter][moment] for moment in MOMENTS}
         return state

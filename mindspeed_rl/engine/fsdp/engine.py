@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from mindspeed_rl.engine.batching import BatchShape, MicroBatch, MicroBatching, 
 from mindspeed_rl.engine.fsdp.model import Request, ShardedModel
 from mindspeed_rl.engine.fsdp.offload import ShardOffloader
 from mindspeed_rl.engine.fsdp.optimizer import build_adamw, clip, compute_squared_norm, init_moments, list_gradients
+from mindspeed_rl.engine.fsdp.routers import ExpertBalance
 from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.interface import StepResult
 from mindspeed_rl.engine.optimizer import build_scheduler
@@ -35,7 +36,7 @@ _Batch = TypeVar("_Batch")
 
 
 class FsdpEngine:
-    """The `interface.Engine` of transformers' modules: every rank is a data-parallel replica that has a shard of all weights.
+    """The `interface.Engine` of transformers' modules: every rank has a shard of all weights, and rows or a part of them.
 
     Gradients of micro-batches are added up on each rank and reduced once, with the last.
 
@@ -66,6 +67,7 @@ class FsdpEngine:
         self.optimizer_steps = 0
         self.average: WeightAverage | None = None
         self.offloader = ShardOffloader(model)
+        self._balance: ExpertBalance | None = None
 
     @property
     def plan(self) -> ModelPlan:
@@ -82,10 +84,11 @@ class FsdpEngine:
         self.optimizer = self.offloader.optimizer = build_adamw(self.config, self.model)
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         self.steps_per_iteration = steps_per_iteration
+        self._balance = ExpertBalance.build(self.config, self.model)
 
     def list_trained(self) -> dict[str, Tensor]:
         """Return this rank's rows of the parameters that train, by name. Not collective."""
-        return {name: self.model.read_shard(name) for name, weight in self.model.names.items() if weight.requires_grad}
+        return {name: self.model.read_shard(name) for name in self.model.list_trained()}
 
     def load(self, source: TensorSource) -> None:
         """Fill this rank's rows from HF tensors."""
@@ -162,6 +165,8 @@ class FsdpEngine:
         with self._mode(training=True):
             micro_batches = self._micro_batches(rows, batching)
             try:
+                if self._balance is not None:
+                    self._balance.start_step(micro_batches, lambda: self._count(micro_batches, loss, batch))
                 losses = [
                     self._backward(micro_batch, loss, batch, is_last=index == len(micro_batches) - 1)
                     for index, micro_batch in enumerate(heartbeat.count_items(micro_batches, "micro-batches"))
@@ -176,10 +181,14 @@ class FsdpEngine:
                     clip(list_gradients(self.model), grad_norm, self.config.clip_grad)
                     optimizer.step()
                     self.optimizer_steps += 1
+                    if self._balance is not None:
+                        self._balance.move_biases()
                     if self.average is not None:
                         self.average.update()
             finally:
                 optimizer.zero_grad()
+                if self._balance is not None:
+                    self._balance.reset()
             if self.config.swap_optimizer:
                 self.offloader.offload(optimizer=True)
             scheduler.step(increment=1)
@@ -195,9 +204,26 @@ class FsdpEngine:
         is_last: bool,
     ) -> LossOutput:
         self.model.root.set_requires_gradient_sync(is_last)
+        if self._balance is not None:
+            self._balance.arm(micro_batch)
         result = compute_loss(loss, batch, micro_batch, self._run(micro_batch))
         result.loss_sum.backward()
         return replace(result, loss_sum=result.loss_sum.detach())
+
+    @torch.no_grad()
+    def _count(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Callable[[_Batch], LossOutput],
+        batch: Callable[[LossInputs], _Batch] | None,
+    ) -> Tensor:
+        """Return the sum of the counts that the loss will return on this rank, which do not depend on outputs."""
+        num_outputs = 1 if self.plan.model_config.head == "reward" else self.outputs.count
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for micro_batch in micro_batches:
+            zeros = torch.zeros(micro_batch.rows, micro_batch.width, device=self.device)
+            total += compute_loss(loss, batch, micro_batch, (zeros,) * num_outputs).count
+        return total
 
     @torch.no_grad()
     def _check_step(self, losses: list[LossOutput], micro_batches: list[MicroBatch]) -> tuple[float, bool]:
@@ -208,6 +234,8 @@ class FsdpEngine:
         """
         gradients = list_gradients(self.model)
         counted = torch.stack([loss.count.to(torch.int64) for loss in losses]).sum()
+        # every rank that divides the tokens of a row computes the full loss; it counts once
+        counted *= int(parallel_state.get_context_parallel_rank() == 0)
         dist.all_reduce(counted)
         torch._foreach_mul_(gradients, 1.0 / counted.clamp(min=1))
         checks = not self.config.no_check_for_nan_in_loss_and_grad
@@ -215,7 +243,7 @@ class FsdpEngine:
         finite = torch.stack([value.float() for value in sums]).isfinite().all().float()
         if checks:  # on all ranks: if only one raised, the others would wait in the optimizer
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        square = compute_squared_norm(gradients, self.device)
+        square = compute_squared_norm(gradients, self.device, dist.get_world_size() // self.model.shards)
         all_finite, total, read = PendingMetrics.read((loss.metrics for loss in losses), [finite, counted, square])
         norm = read**0.5
         if checks and not (all_finite and math.isfinite(norm)):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,8 +19,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.fsdp.attention import PACKED_ATTENTION, register
+from mindspeed_rl.engine.fsdp.attention import PACKED_ATTENTION, SequenceSplit, register
+from mindspeed_rl.engine.fsdp.lora import AdapterPair, ShardedAdapters, adapt_module, gather_rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
+from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.policy_model import align_values
 from mindspeed_rl.engine.vocab import VocabHead
 from mindspeed_rl.models.hf_module import (
@@ -34,6 +37,10 @@ from mindspeed_rl.models.hf_module import (
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 
+#: prefix of the names of transformers' module in the module around it
+_INNER = "model."
+#: dimension of the mesh along which weights are divided
+_SHARD = "shard"
 #: tokens of a check of the head, and the difference of log-probs that rounding in bfloat16 may make
 _CHECKED_TOKENS, _HEAD_BOUND = 8, 0.1
 
@@ -76,9 +83,9 @@ class PolicyModule(nn.Module):
         vocab_size: tokens that have a probability.
     """
 
-    def __init__(self, model: PreTrainedModel, plan: ModelPlan, *, in_float32: bool) -> None:
+    def __init__(self, model: PreTrainedModel, plan: ModelPlan, context: dist.ProcessGroup | None, *, in_float32: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._context = model, context
         self.vocab_size = plan.model_config.vocab_size
         self._softcap, self._in_float32 = plan.model_config.final_logit_softcapping, in_float32
 
@@ -100,11 +107,12 @@ class PolicyModule(nn.Module):
                 vocab_chunk_size=request.vocab_chunk_size,
             ),
             select=_select,
-            align=lambda values: align_values(values, micro_batch, None),
+            align=lambda values: align_values(values, micro_batch, self._context),
             position_ids=micro_batch.position_ids,
             inputs={},
         )
-        results = request.outputs.compute(head, _select(compute_hidden(self.model, micro_batch), micro_batch.hidden_index))
+        hidden = compute_hidden(self.model, micro_batch, self._context)
+        results = request.outputs.compute(head, _select(hidden, micro_batch.hidden_index))
         # FSDP's hook at the start of the backward pass would be lost by an in-place change of a view
         return tuple(result.clone() for result in results)
 
@@ -121,9 +129,9 @@ class PolicyModule(nn.Module):
 class ValueModule(nn.Module):
     """A language model with one value before each predicted token, under the name of transformers' sequence classifiers."""
 
-    def __init__(self, model: PreTrainedModel, plan: ModelPlan) -> None:
+    def __init__(self, model: PreTrainedModel, plan: ModelPlan, context: dist.ProcessGroup | None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._context = model, context
         model.set_output_embeddings(nn.Identity())
         self.score = nn.Linear(plan.model_config.hidden_size, 1, bias=False)
         self.vocab_size = plan.model_config.vocab_size
@@ -131,20 +139,24 @@ class ValueModule(nn.Module):
     def forward(self, request: Request) -> tuple[Tensor, ...]:
         """Compute the values of a micro-batch, [rows, width] float32, 0 on padding."""
         micro_batch = request.micro_batch
-        values = self.score(_select(compute_hidden(self.model, micro_batch), micro_batch.hidden_index))
-        return tuple(result.clone() for result in align_values([values[:, 0].float()], micro_batch, None))
+        hidden = _select(compute_hidden(self.model, micro_batch, self._context), micro_batch.hidden_index)
+        values = self.score(hidden)[:, 0].float()
+        return tuple(result.clone() for result in align_values([values], micro_batch, self._context))
 
 
-_HEADS: dict[str, Callable[[PreTrainedModel, ModelPlan, bool], PolicyModule | ValueModule]] = {
-    "lm": lambda model, plan, in_float32: PolicyModule(model, plan, in_float32=in_float32),
-    "reward": lambda model, plan, in_float32: ValueModule(model, plan),
+_HEADS: dict[str, Callable[[PreTrainedModel, ModelPlan, dist.ProcessGroup | None, bool], PolicyModule | ValueModule]] = {
+    "lm": lambda model, plan, context, in_float32: PolicyModule(model, plan, context, in_float32=in_float32),
+    "reward": lambda model, plan, context, in_float32: ValueModule(model, plan, context),
 }
 
 
-def compute_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
+def compute_hidden(model: PreTrainedModel, micro_batch: MicroBatch, context: dist.ProcessGroup | None) -> Tensor:
     """Return [tokens, rows, h]: the hidden states that reach the head.
 
     Padding is after the tokens of a row, none of which attends to it or has a state from it.
+
+    Args:
+        context: ranks that divide the tokens of each row; None where this rank has all.
     """
     layout: dict[str, Any] = {}
     if micro_batch.packed is not None:
@@ -153,6 +165,8 @@ def compute_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         layout = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     if model.config._attn_implementation == PACKED_ATTENTION:
         layout["position_ids"] = micro_batch.position_ids
+    if context is not None:
+        layout["sequence_split"] = SequenceSplit.build(micro_batch, context)
     output = _get_decoder(model)(input_ids=micro_batch.input_ids, use_cache=False, **layout)
     return output.last_hidden_state.transpose(0, 1)
 
@@ -173,10 +187,13 @@ class ShardedModel:
 
     Attributes:
         module: the root, an FSDPModule.
-        names: each parameter by name, in forward order; a tied head has none of its own. Names are HF tensors' names, but
-            where a parameter stacks several.
+        names: each parameter by name, in forward order, then those of adapters; a tied head has none of its own. Names are HF
+            tensors' names, but where a parameter stacks several.
         buffers: buffers that checkpoints have, which do not train and are full on each rank.
         places: place of each HF tensor.
+        shards: ranks that divide each weight; with fewer than all, each range of rows is on several ranks.
+        pairs: HF tensor -> the parameters that adapt it; none without adapters.
+        adapters: the adapters; None without.
     """
 
     plan: ModelPlan
@@ -184,6 +201,9 @@ class ShardedModel:
     names: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     places: dict[str, TensorPlace]
+    shards: int
+    pairs: Mapping[str, AdapterPair] = field(default_factory=dict)
+    adapters: ShardedAdapters | None = None
 
     @property
     def root(self) -> FSDPModule:
@@ -205,40 +225,54 @@ class ShardedModel:
         if place.parameter in self.buffers:
             return [(0, rows)] * num_ranks
         size = self.names[place.parameter].shape[0]
-        edges = [first_row(size, num_ranks, rank) for rank in range(num_ranks + 1)]
-        if place.index is None:
-            return list(zip(edges, edges[1:]))
-        return [(0, rows) if start <= place.index < stop else (0, 0) for start, stop in zip(edges, edges[1:])]
+        edges = [first_row(size, self.shards, shard) for shard in range(self.shards + 1)]
+        ranges = list(zip(edges, edges[1:]))
+        if place.index is not None:
+            ranges = [(0, rows) if start <= place.index < stop else (0, 0) for start, stop in ranges]
+        return ranges * (num_ranks // self.shards)
 
     def read_shard(self, parameter: str) -> Tensor:
         """Return this rank's rows of a parameter, which are its memory."""
         return cast(DTensor, self.names[parameter].detach()).to_local()
 
+    def gather(self, parameter: str) -> Tensor:
+        """Return a full parameter; collective."""
+        return gather_rows(self.names[parameter])
+
     def read_rows(self, name: str) -> tuple[Tensor, int]:
         """Return this rank's rows of an HF tensor, which are the parameter's memory, and the index of the first."""
-        place, rank = self.places[name], dist.get_rank()
+        place = self.places[name]
         if place.parameter in self.buffers:
             return self.buffers[place.parameter], 0
         local = self.read_shard(place.parameter)
-        start = first_row(self.names[place.parameter].shape[0], dist.get_world_size(), rank)
+        start = first_row(self.names[place.parameter].shape[0], self.shards, dist.get_rank() % self.shards)
         if place.index is None:
             return local, start
         if not start <= place.index < start + len(local):
             return local.new_empty(0, *self.shape(name)[1:]), 0
         return local[place.index - start][place.start : place.stop], 0
 
+    def list_matrices(self) -> set[str]:
+        """Return the names of the parameters of adapters."""
+        return {name for pair in self.pairs.values() for name in (pair.a, pair.b)}
+
+    def list_trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that train, by name; with adapters these and a score head."""
+        return {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
+
     def read_gradients(self) -> dict[str, Tensor]:
-        """Return a copy of the full gradients by HF name; collective."""
+        """Return a copy of the full gradients by HF name, and of adapters by their own names; collective."""
         full: dict[str, Tensor] = {}
         for name, parameter in self.names.items():
             if parameter.grad is not None:
-                full[name] = cast(DTensor, parameter.grad).full_tensor()
+                full[name] = gather_rows(parameter.grad)
         gradients = {name: full[place.parameter] for name, place in self.places.items() if place.parameter in full}
         places = ((name, gradient, self.places[name]) for name, gradient in gradients.items())
-        return {
+        read = {
             name: (gradient if place.index is None else gradient[place.index][place.start : place.stop]).clone()
             for name, gradient, place in places
         }
+        return read | {name: full[name].clone() for name in self.list_matrices() & full.keys()}
 
     @torch.no_grad()
     def load(self, source: TensorSource) -> None:
@@ -290,14 +324,21 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     """
     hf_config = read_hf_config(hf_folder, "engine: fsdp")
     compute = torch.bfloat16 if config.bf16 else torch.float32
+    settings, adaptation = LoraSettings.from_config(config), None
     with torch.device("meta"):
         model = _build_module(hf_config, packs=plan.architecture.packs)
-        module = _HEADS[plan.model_config.head](model, plan, bool(config.fp32_lm_head))
-    cast_parameters(module, torch.float32 if trains else compute)
-    for parameter in module.parameters():  # those that the class freezes stay so
+        context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        module = _HEADS[plan.model_config.head](model, plan, context, bool(config.fp32_lm_head))
+        places = _find_places(module, plan)
+        if settings is not None:
+            adaptation = adapt_module(model, plan, settings, places, config.adapted_parts)
+    cast_parameters(module, torch.float32 if trains and adaptation is None else compute)
+    for parameter in module.parameters():  # those that the class or adapters freeze stay so
         parameter.requires_grad_(trains and parameter.requires_grad)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
     device = platform.current().current_device()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = _build_mesh(device.type, config.fsdp_size)
     _shard(module, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
     module.to_empty(device=device)
     # or the next call would give it random values; it makes only buffers, such as rotary frequencies
@@ -305,7 +346,24 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     model.initialize_weights()
     if trains and config.recompute_granularity == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return ShardedModel(plan, module, *_name_parameters(module, plan))
+    shards = mesh[_SHARD].size()
+    parameters, buffers = _list_values(module)
+    names = dict.fromkeys(place.parameter for place in places.values() if place.parameter in parameters)
+    matrices = () if adaptation is None else (name for pair in adaptation.pairs.values() for name in (pair.a, pair.b))
+    ordered = {name: parameters[name] for name in (*names, *matrices)}
+    if adaptation is None:
+        return ShardedModel(plan, module, ordered, buffers, places, shards)
+    adapters = ShardedAdapters(plan, adaptation, ordered)
+    adapters.init(config.seed)
+    return ShardedModel(plan, module, ordered, buffers, places, shards, adaptation.pairs, adapters)
+
+
+def _build_mesh(device_type: str, shards: int | None) -> DeviceMesh:
+    """Return the mesh of the training world: of ranks that divide each weight, or of groups of these that have copies."""
+    size = dist.get_world_size()
+    if shards is None or shards == size:
+        return init_device_mesh(device_type, (size,), mesh_dim_names=(_SHARD,))
+    return init_device_mesh(device_type, (size // shards, shards), mesh_dim_names=("replicate", _SHARD))
 
 
 def _build_module(hf_config: PretrainedConfig, *, packs: bool) -> PreTrainedModel:
@@ -344,17 +402,20 @@ def list_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     return list(max(lists, key=len))
 
 
-def _name_parameters(
-    module: PolicyModule | ValueModule, plan: ModelPlan
-) -> tuple[dict[str, nn.Parameter], dict[str, Tensor], dict[str, TensorPlace]]:
-    """Return the parameters and the buffers by name, and the place of each HF tensor.
+def _list_values(module: PolicyModule | ValueModule) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Return the parameters and the buffers that checkpoints have, by name."""
+    state = module.state_dict()
+    parameters = {name.removeprefix(_INNER): parameter for name, parameter in module.named_parameters()}
+    return parameters, {name.removeprefix(_INNER): buffer for name, buffer in module.named_buffers() if name in state}
+
+
+def _find_places(module: PolicyModule | ValueModule, plan: ModelPlan) -> dict[str, TensorPlace]:
+    """Return the place of each HF tensor in a model without adapters.
 
     Raises:
-        ValueError: they are not the tensors of the family's table of weights.
+        ValueError: its weights are not the tensors of the family's table of weights.
     """
-    found = {name.removeprefix("model."): parameter for name, parameter in module.named_parameters()}
-    state = module.state_dict()
-    buffers = {name.removeprefix("model."): buffer for name, buffer in module.named_buffers() if name in state}
+    found, buffers = _list_values(module)
     names, values = CheckpointNames(module.model, buffers=True), {**found, **buffers}
     places: dict[str, TensorPlace] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -364,14 +425,12 @@ def _name_parameters(
         for name, shape in zip(op.hf, op.shapes):
             place = None if name in values else find_place(names, name, values)
             places[name], shapes[name] = TensorPlace(name) if place is None else place[0], shape
-    parameters = {place.parameter: found[place.parameter] for place in places.values() if place.parameter in found}
-    model = ShardedModel(plan, module, parameters, buffers, places)
-    known = {place.parameter for place in places.values()}
-    differing = {*found, *buffers} ^ known
+    model = ShardedModel(plan, module, found, buffers, places, 1)
+    differing = {*found, *buffers} ^ {place.parameter for place in places.values()}
     differing |= {name for name in places if places[name].parameter not in differing and model.shape(name) != shapes[name]}
     if differing:
         raise ValueError(
             f"{type(module.model).__name__} of this transformers has other weights than {plan.architecture.name}: "
             f"{min(differing)}; set engine: megatron for the role."
         )
-    return parameters, buffers, places
+    return places

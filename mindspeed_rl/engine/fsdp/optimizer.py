@@ -28,7 +28,7 @@ def build_adamw(config: MegatronConfig, model: ShardedModel) -> torch.optim.Adam
     if config.lr is None:
         raise ValueError("lr: no learning rate is set; a role that trains needs one.")
     groups: dict[float, list[torch.nn.Parameter]] = {1.0: [], 0.0: []}
-    for name, parameter in model.names.items():
+    for name, parameter in model.list_trained().items():
         groups[0.0 if parameter.dim() == 1 or name.endswith(".bias") else 1.0].append(parameter)
     return torch.optim.AdamW(
         [{"params": members, "wd_mult": factor} for factor, members in groups.items() if members],
@@ -58,11 +58,17 @@ def list_gradients(model: ShardedModel) -> list[Tensor]:
 
 
 @torch.no_grad()
-def compute_squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the squared norm of all gradients, 0-d float32, not read back; collective."""
+def compute_squared_norm(gradients: Sequence[Tensor], device: torch.device, copies: int) -> Tensor:
+    """Return the squared norm of all gradients, 0-d float32, not read back; collective.
+
+    Args:
+        gradients: this rank's rows.
+        device: of the result.
+        copies: ranks that have the same rows.
+    """
     square = torch.zeros(1, device=device)
     if gradients:
-        square += torch.stack(torch._foreach_norm(list(gradients))).square().sum()
+        square += torch.stack(torch._foreach_norm(list(gradients))).square().sum() / copies
     dist.all_reduce(square)
     return square.reshape(())
 

@@ -6,7 +6,7 @@ listed by `explain` as without effect. `tests/unit/run/test_training_engines.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -20,8 +20,11 @@ from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.violation import Broken, violate
 
-_SHARDS = "it divides every weight over all devices, and not layers or sequences"
-_NO_ADAPTERS = "it has no adapters"
+_SHARDS = "it divides every weight over the devices, and not layers"
+_STACKED = (
+    "linear_fc1 and linear_fc2 are layers of experts, which transformers' module has in one stack without adapters; leave them "
+    "out, or set engine: megatron"
+)
 
 
 class ModelFamily(Protocol):
@@ -35,6 +38,9 @@ class ModelFamily(Protocol):
 
     @property
     def kept_in_float32(self) -> str: ...
+
+    @property
+    def packs(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class _EngineLimits:
         run_keys: limits on keys of the run, by dotted name, where any role has the engine.
         without_effect: keys of a role that it does not read -> reason.
         forms: sentence about a form of a model that it does not compute -> True for a model of this form.
-        by_module: layers come from transformers' module, without losses that balance experts.
+        by_module: layers come from transformers' module.
         commands: commands that know only another engine's layers.
     """
 
@@ -77,7 +83,7 @@ def _same(names: str, allowed: tuple[object, ...], reason: str) -> dict[str, _Ke
 
 _FSDP = _EngineLimits(
     role_keys={
-        **_same("tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size", (1,), _SHARDS),
+        **_same("tensor_model_parallel_size pipeline_model_parallel_size", (1,), _SHARDS),
         **_same("expert_model_parallel_size", (1,), _SHARDS),
         **_same("expert_tensor_parallel_size", (None, 1), _SHARDS),
         **_same("num_layers_per_virtual_pipeline_stage num_layer_list noop_layers", (None,), _SHARDS),
@@ -93,12 +99,10 @@ _FSDP = _EngineLimits(
         **_same("optimizer_offload_fraction", (0.0,), "its optimizer is on the device or, with swap_optimizer, in host memory"),
         **_same("stream_ref_weights", (False,), "a reference has a part of every weight on each device"),
         **_same("async_save", (False,), "it writes checkpoints before training continues"),
-        **_same("check_weight_copies_interval", (0,), "no weight is on two of its devices"),
-        **_same("lora_target_modules", (None,), _NO_ADAPTERS),
+        **_same("check_weight_copies_interval", (0,), "it does not compare the copies of a weight"),
         **_same("mtp_num_layers", (0,), "it trains no multi-token-prediction layers"),
         **_same("dsa_indexer_loss_coeff", (0.0,), "it trains no indexers"),
         **_same("attention_dropout hidden_dropout", (0.0,), "it has no dropout"),
-        **_same("moe_z_loss_coeff", (0.0,), "its objective has no losses of routers"),
         **_same("freeze_vit freeze_aligner", (True,), "it trains no vision tower"),
     },
     run_keys={
@@ -106,6 +110,7 @@ _FSDP = _EngineLimits(
         **_same("rl_config.dropout_in_update", (False,), "it has no dropout"),
         **_same("rl_config.sync_ref_model", (False,), "it averages no weights"),
         **_same("rl_config.router_replay.mode", ("disabled",), "its routers choose anew in each pass"),
+        **_same("rl_config.opponents.roles", ([],), "snapshots of earlier weights have not run with it"),
         **_same("msprobe_config.msprobe", (False,), "dumps record the modules of Megatron"),
     },
     without_effect={
@@ -115,7 +120,9 @@ _FSDP = _EngineLimits(
         "ddp_bucket_size": "a layer is a bucket",
         "padded_vocab_size": "its embedding has the rows of config.json",
         "sequence_parallel": _SHARDS,
-        **dict.fromkeys("context_parallel_algo dynamic_context_parallel min_dynamic_context_parallel_size".split(), _SHARDS),
+        **dict.fromkeys(
+            "dynamic_context_parallel min_dynamic_context_parallel_size".split(), "all rows are divided over the same devices"
+        ),
         "optimizer_offload_path": "it has no file of optimizer states",
         "swap_optimizer_times": "a swapped optimizer comes to the device in one part",
         "hccl_group_buffer": "its one group has rl_config.hccl_buffersize",
@@ -129,7 +136,6 @@ _FSDP = _EngineLimits(
             "muon_tp_mode".split(),
             "it has no Muon",
         ),
-        **dict.fromkeys("lora_r lora_alpha lora_dropout lora_ckpt_filter".split(), _NO_ADAPTERS),
         **dict.fromkeys("vit_lr aligner_lr".split(), "it trains no vision tower"),
         **dict.fromkeys("mtp_loss_scaling_factor mtp_detach_heads".split(), "it trains no multi-token-prediction layers"),
         **dict.fromkeys(
@@ -155,12 +161,34 @@ def training_engine_rules(run: Run) -> Iterator[Broken]:
         role: MegatronConfig = getattr(cfg, group)
         engines[role.engine] = None
         yield from _check_keys(role.engine, f"{group}.", _LIMITS[role.engine].role_keys, role)
+        if computes_by_module(role):
+            yield from _check_devices(run, group, role)
+        targets = role.lora_target_modules or []
+        if computes_by_module(role) and adapts_experts(targets) and cfg.with_shape(group).num_experts:
+            key = f"{group}.lora_target_modules"
+            kept = [name for name in targets if not adapts_experts([name])] or None
+            yield violate("training_engine", f"[{key}] cannot be used with engine: {role.engine}: {_STACKED}", {key: kept})
     for engine in engines:
         for path, limit in _LIMITS[engine].run_keys.items():
             *groups, key = path.split(".")
             holder: object = reduce(_read_group, groups, cfg)
             if holder is not None:
                 yield from _check_keys(engine, ".".join([*groups, ""]), {key: limit}, holder)
+
+
+def _check_devices(run: Run, group: str, role: MegatronConfig) -> Iterator[Broken]:
+    """Check the groups of devices that divide weights, or the tokens of a row."""
+    name = group.removesuffix("_config")
+    world, size = run.placement.dedicated.get(name, run.placement.world_size), role.fsdp_size
+    if size is not None and world is not None and (size < 1 or world % size):
+        divisors = [number for number in range(1, world + 1) if world % number == 0]
+        key = f"{group}.fsdp_size"
+        text = f"[{key}] must divide the {world} devices of the role into equal groups, each with a copy of the weights"
+        yield violate("fsdp_size", text, {key: min(divisors, key=lambda number: abs(number - size))})
+    if role.has_ring_attention:
+        key = f"{group}.context_parallel_algo"
+        text = f"[{key}] cannot be used with engine: {role.engine}: its attention exchanges tokens for heads, and has no ring"
+        yield violate("training_engine", text, {key: "ulysses_cp_algo"})
 
 
 def trains_other_family(cfg: RunConfig) -> bool:
@@ -192,6 +220,11 @@ def _check_keys(engine: str, prefix: str, limits: Mapping[str, _KeyLimit], group
             )
 
 
+def adapts_experts(targets: Iterable[str]) -> bool:
+    """Return True where layers of experts are among those that get adapters, in a model that has experts."""
+    return not {"linear_fc1", "linear_fc2"}.isdisjoint(targets)
+
+
 def find_idle_reason(role: MegatronConfig, name: str) -> str:
     """Return why the engine of a role does not read a key; empty where it does."""
     reason = _LIMITS[role.engine].without_effect.get(name)
@@ -221,37 +254,18 @@ def check_model_form(config: MegatronConfig, architecture: ModelFamily, model_co
             f"engine: {config.engine} does not compute {architecture.name}: {architecture.module_obstacle}; set engine: "
             "megatron."
         )
+    if config.context_parallel_size > 1 and not architecture.packs:
+        raise ValueError(
+            f"context_parallel_size: {config.context_parallel_size} with engine: {config.engine} divides the tokens of a row, "
+            f"and layers of {architecture.name} compute whole rows only; set it to 1"
+        )
+    if model_config.num_moe_experts and adapts_experts(config.lora_target_modules or ()):
+        raise ValueError(f"lora_target_modules cannot be used with engine: {config.engine}: {_STACKED}")
     if config.bf16 and architecture.kept_in_float32:
         raise ValueError(
             f"bf16: true with engine: {config.engine} computes with every weight in bfloat16, and {architecture.name} keeps "
             f"some in float32, such as {architecture.kept_in_float32}; set bf16: false"
         )
-
-
-def check_balancing(group: str, config: MegatronConfig, model_config: ModelConfig, coeff: float) -> None:
-    """Check that the engine of a role that trains balances its experts as it is asked to.
-
-    Args:
-        coeff: weight of the balancing loss, of the run file or of config.json.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if not computes_by_module(config):
-        return
-    asked = {
-        "moe_aux_loss_coeff": (coeff, "adds no balancing loss to the objective"),
-        "moe_router_bias_update_rate": (
-            config.moe_router_bias_update_rate if model_config.moe_router_enable_expert_bias else 0.0,
-            "leaves the bias by which experts are chosen as it is",
-        ),
-    }
-    for key, (value, text) in asked.items():
-        if value:
-            raise ValueError(
-                f"{group}.{key}: {value:g}, and engine: {config.engine} {text}; set it to 0 to train without, or engine: "
-                "megatron."
-            )
 
 
 def check_command(config: MegatronConfig, group: str, command: str) -> None:

@@ -24,7 +24,7 @@ from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, has_base_weights, load_checkpoint
-from mindspeed_rl.engine.lora import adapters_disabled, save_peft
+from mindspeed_rl.engine.lora import MegatronAdapters, adapters_disabled, save_peft
 from mindspeed_rl.engine.lora_layers import AdaptedModule, LoraSettings
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import list_local_weights, load_weights
@@ -430,7 +430,7 @@ def test_peft_loads_the_exported_adapters(kind: str, grouped: bool, tmp_path: Pa
 def test_a_folder_for_the_rollout_engine_is_proven_against_the_adapters_that_train(dense: Path) -> None:
     engine = make_engine(dense, started=False)
     fill_adapters(engine)
-    folder = AdapterFolder(engine.model, LoraSettings.from_config(engine.config), str(dense))
+    folder = AdapterFolder(MegatronAdapters(engine.model, LoraSettings.from_config(engine.config)), str(dense))
     folder.write()
     first, tensors = folder.path, dict(folder.tensors)
     hf = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager")

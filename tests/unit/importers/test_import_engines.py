@@ -33,7 +33,10 @@ def engine(run: Import) -> object:
     [
         f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3",
         f"{SFT} Qwen/Qwen3-8B --deepspeed zero3_offload",
+        f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --sequence_parallel_size 2",
         f"{SFT} models/base --fsdp fsdp2",
+        f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --tuner_type lora",
+        f"{SFT} Qwen/Qwen3-30B-A3B --deepspeed zero3 --tuner_type lora --target_modules q_proj k_proj v_proj",
         f"{GRPO} --deepspeed zero3",
         f"{RLHF} --rlhf_type dpo --deepspeed zero3",
         f"{RLHF} --rlhf_type orpo --deepspeed zero3",
@@ -49,8 +52,11 @@ def test_all_weights_stay_divided(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        (f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --tuner_type lora", "adapters"),
-        (f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --sequence_parallel_size 2", "sequences that several devices share"),
+        (f"{SFT} Qwen/Qwen3-30B-A3B --deepspeed zero3 --tuner_type lora", "Qwen/Qwen3-30B-A3B has experts, whose layers"),
+        (
+            f"{SFT} Qwen/Qwen3-Next-80B-A3B --deepspeed zero3 --sequence_parallel_size 2",
+            "by its name Qwen/Qwen3-Next-80B-A3B has",
+        ),
         (f"{SFT} openai/gpt-oss-20b --deepspeed zero3", "by its name openai/gpt-oss-20b has experts that transformers keeps"),
         (f"{SFT} Qwen/Qwen3.5-4B --deepspeed zero3", "by its name Qwen/Qwen3.5-4B has images"),
         (f"{SFT} Qwen/Qwen2.5-VL-7B-Instruct --deepspeed zero3", "images"),
@@ -108,7 +114,7 @@ OPENRLHF_DPO = "deepspeed --module openrlhf.cli.train_dpo --model.model_name_or_
         ("models/base", "--ds.zero_stage 2", None),
         ("models/base", "", None),
         ("openai/gpt-oss-20b", "--ds.zero_stage 3", None),
-        ("models/base", "--ds.zero_stage 3 --ds.lora.rank 8", None),
+        ("models/base", "--ds.zero_stage 3 --ds.lora.rank 8", "fsdp"),
     ],
 )
 def test_zero_3_of_openrlhf_keeps_weights_divided(model: str, options: str, expected: object) -> None:
@@ -125,7 +131,7 @@ def test_zero_3_of_openrlhf_keeps_weights_divided(model: str, options: str, expe
         ({"deepspeed": "examples/deepspeed/ds_z3_offload_config.json"}, "fsdp"),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "fsdp"),
         ({"deepspeed": "examples/deepspeed/ds_z2_config.json"}, None),
-        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "finetuning_type": "lora"}, None),
+        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "finetuning_type": "lora"}, "fsdp"),
         ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "model_name_or_path": "openai/gpt-oss-20b"}, None),
         ({}, None),
     ],

@@ -922,7 +922,7 @@ def test_a_layout_that_does_not_fit_is_named_with_what_would_fit(tmp_path: Path)
         "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    run = imported(f"{A}.ulysses_sequence_parallel_size=2", BASE.replace("models/base", str(tmp_path)))
+    run = imported(f"{A}.use_prefix_grouper=True", BASE.replace("models/base", str(tmp_path)))
     assert run.memory.startswith("The layout does not fit") and "tensor_model_parallel_size" in run.memory
     assert "# The layout does not fit" in run.render("x") and run.memory in run.summarize()
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "hidden_size": 512}))
@@ -951,10 +951,10 @@ def test_a_dense_model_under_fsdp_keeps_its_engine(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (f"{A}.ulysses_sequence_parallel_size=2", "Ulysses over 2 devices: engine: fsdp does not split sequences"),
+        (f"{A}.ulysses_sequence_parallel_size=2 {M}.path=Qwen/Qwen3-Next-80B-A3B-Instruct", "layers that compute whole rows"),
         (f"{A}.strategy=fsdp_turbo", "fsdp_turbo spreads experts or sequences"),
         (f"{A}.strategy=veomni", "veomni spreads experts or sequences"),
-        (f"{M}.lora_rank=8", "it has no adapters"),
+        (f"{M}.lora_rank=8 {M}.path=Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B has experts, whose layers are"),
         (f"{M}.path=/m/gpt-oss-20b", "by its name /m/gpt-oss-20b has experts that transformers keeps transposed"),
         (f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct {A}.freeze_vision_tower=True", "has images"),
         (f"{A}.use_prefix_grouper=True", "rl_config.use_prefix_grouper (true) cannot be used with engine: fsdp"),
@@ -1010,8 +1010,19 @@ def test_weights_in_bfloat16_are_a_difference_by_name() -> None:
 def test_the_supervised_trainer_keeps_fsdp_too() -> None:
     base = "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer data.train_files=/d/t.parquet model.path=/m/base "
     assert engine_of(imported("", base)) == ("fsdp", "")
-    assert "Ulysses over 2" in engine_of(imported("engine.ulysses_sequence_parallel_size=2", base))[1]
+    run = imported("engine.ulysses_sequence_parallel_size=2 engine.fsdp_size=2", base)
+    assert engine_of(run) == ("fsdp", "")
+    assert [run.get(f"megatron_training.{name}") for name in ("context_parallel_size", "fsdp_size")] == [2, 2]
     assert engine_of(imported("engine=megatron", base)) == (None, "")
+
+
+def test_ulysses_adapters_and_groups_of_copies_keep_fsdp() -> None:
+    run = imported(f"{A}.ulysses_sequence_parallel_size=2 {A}.fsdp_config.fsdp_size=2 {M}.lora_rank=8 {M}.lora_alpha=16")
+    assert engine_of(run) == ("fsdp", "")
+    keys = ("context_parallel_size", "fsdp_size", "lora_r", "lora_alpha")
+    assert [run.get(f"megatron_training.{name}") for name in keys] == [2, 2, 8, 16]
+    for size in (-1, 8, 1024):
+        assert imported(f"{A}.fsdp_config.fsdp_size={size}").get("megatron_training.fsdp_size") is None
 
 
 def test_adapters_of_the_vision_tower_are_refused_unless_they_are_left_out() -> None:

@@ -35,6 +35,14 @@ def test_the_layout_for_fewer_devices_keeps_the_rules_and_the_batch() -> None:
                      "actor_resource.num_npus", "infer_tensor_model", "infer_tensor"}  # fmt: skip
 
 
+def test_groups_of_copies_that_no_longer_fit_become_one() -> None:
+    changes = "engine=fsdp tensor_model_parallel_size=1 pipeline_model_parallel_size=1 recompute_granularity=full fsdp_size=16"
+    keys = [f"++actor_config.{text}" for text in changes.split()]
+    run = load("grpo_qwen25_7b_A3", 2, *keys, "++rl_config.use_prefix_grouper=false")
+    values, _ = find_layout(run, num_devices=8, num_nodes=1)
+    assert values["actor_config.fsdp_size"] is None and values["rl_config.actor_resource.num_npus"] == 8
+
+
 def test_devices_that_no_layout_divides_stay_idle() -> None:
     # 7 devices: 28 heads, 28 layers and batches of powers of two leave 4 of them
     run = load("grpo_qwen25_7b_A3", 1, "rl_config.actor_resource.num_npus=8")

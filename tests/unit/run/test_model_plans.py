@@ -168,15 +168,14 @@ def test_the_weight_of_the_balancing_loss_is_that_of_config_json_unless_a_key_is
     assert derived(none, tmp_path, model)["moe_aux_loss_coeff"] == (0.0, "moe_router_load_balancing_type is none")
 
 
-def test_an_engine_without_a_balancing_loss_refuses_the_one_of_config_json(tmp_path: Path) -> None:
+def test_the_balancing_loss_of_config_json_does_not_depend_on_the_engine(tmp_path: Path) -> None:
     layout = "tensor_model_parallel_size=1 pipeline_model_parallel_size=1 expert_model_parallel_size=1 moe_tp_extend_ep=false"
     keys = ["++actor_config.engine=fsdp", *(f"++actor_config.{key}" for key in layout.split())]
     model, name = MODELS["Qwen3-30B-A3B"] | {"router_aux_loss_coef": 0.25}, "dapo_qwen3_30b_a3b_A3"
     keys.append("++rl_config.use_prefix_grouper=false")
     cfg = load(BY_NAME[name], keys)
     assert cfg is not None
-    with pytest.raises(ValueError, match=r"actor_config.moe_aux_loss_coeff: 0.25, and engine: fsdp adds no balancing loss"):
-        derived(cfg, tmp_path, model)
+    assert derived(cfg, tmp_path, model)["moe_aux_loss_coeff"] == (0.25, "the model's config.json")
     without = load(BY_NAME[name], [*keys, "+actor_config.moe_aux_loss_coeff=0"])
     assert without is not None
     assert "moe_aux_loss_coeff" not in derived(without, tmp_path, model)

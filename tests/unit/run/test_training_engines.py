@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -27,7 +28,8 @@ _READ = set(
     "npu_deterministic threads_per_worker "
     "deterministic ai_framework log_interval device_hour_price eval_iters eval_interval skip_train "
     "eval_max_tokens eval_metric eval_n_samples eval_patience eval_sets eval_target eval_temperature eval_top_k eval_top_p "
-    "eval_verifier keep_best".split()
+    "eval_verifier keep_best context_parallel_size context_parallel_algo fsdp_size "
+    "lora_target_modules lora_r lora_alpha lora_dropout lora_ckpt_filter".split()
 )
 
 
@@ -52,13 +54,13 @@ _REFUSED: list[tuple[str, str, Any]] = [
     ("actor_config", "tensor_model_parallel_size", 2),
     ("actor_config", "optimizer", "muon"),
     ("actor_config", "recompute_granularity", "selective"),
-    ("actor_config", "lora_target_modules", ["linear_qkv"]),
     ("actor_config", "async_save", True),
     ("actor_config", "mtp_num_layers", 1),
     ("actor_config", "grad_reduce_in_fp32", False),
     ("actor_config", "stream_ref_weights", True),
     ("rl_config", "use_prefix_grouper", True),
     ("rl_config", "router_replay", {"mode": "R2"}),
+    ("rl_config", "opponents", {"roles": ["player"]}),
     ("msprobe_config", "msprobe", True),
 ]
 
@@ -77,6 +79,41 @@ def test_what_the_engine_lacks_is_refused_with_its_name(group: str, key: str, va
 
 def test_a_sound_run_breaks_no_rule() -> None:
     assert _find_messages(megatron_training=_FSDP) == []
+    assert _find_messages(megatron_training=_FSDP | {"context_parallel_size": 2, "fsdp_size": 2}) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo"},
+            "exchanges tokens for heads, and has no ring",
+        ),
+        ({"fsdp_size": 3}, "actor_config.fsdp_size (3) must divide the 16 devices of the role into equal groups"),
+        ({"fsdp_size": 0}, "actor_config.fsdp_size (0) must divide the 16 devices"),
+        ({"context_parallel_size": 8, "num_attention_heads": 28}, "num_attention_heads (28) must be divisible by"),
+    ],
+)
+def test_groups_of_devices_are_checked_before_anything_starts(keys: dict[str, Any], words: str) -> None:
+    assert any(words in text for text in _find_messages(megatron_training=_FSDP | keys)), words
+
+
+def test_layers_that_compute_whole_rows_are_refused_with_divided_tokens() -> None:
+    shape = architecture_for(MODELS["Qwen3-30B-A3B"]).read_model_config(MODELS["Qwen3-30B-A3B"])
+    config = MegatronConfig(engine="fsdp", context_parallel_size=2)
+    rules.check_model_form(config, find_architecture("qwen3_moe"), shape)
+    with pytest.raises(
+        ValueError, match="^context_parallel_size: 2 with engine: fsdp .* layers of qwen3_next compute whole rows"
+    ):
+        rules.check_model_form(config, find_architecture("qwen3_next"), shape)
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    shape = architecture_for(MODELS["Qwen3-30B-A3B"]).read_model_config(MODELS["Qwen3-30B-A3B"])
+    for targets, is_refused in ((["linear_qkv"], False), (["linear_qkv", "linear_fc2"], True)):
+        config = MegatronConfig(engine="fsdp", lora_target_modules=targets)
+        with pytest.raises(ValueError, match="layers of experts") if is_refused else contextlib.nullcontext():
+            rules.check_model_form(config, find_architecture("qwen3_moe"), shape)
 
 
 def test_only_the_role_with_the_engine_is_limited() -> None:
@@ -127,28 +164,6 @@ def test_models_of_images_are_refused() -> None:
     shape = architecture.read_model_config(MODELS["Qwen2.5-VL-7B-Instruct"])
     with pytest.raises(ValueError, match="engine: fsdp does not compute a model of images"):
         rules.check_model_form(MegatronConfig(engine="fsdp"), architecture, shape)
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "coeff", "words"),
-    [
-        ("Qwen3-30B-A3B", {}, 0.001, "actor_config.moe_aux_loss_coeff: 0.001, .* adds no balancing loss .*; set it to 0"),
-        ("DeepSeek-R1", {}, 0.0, "actor_config.moe_router_bias_update_rate: 0.001, .* leaves the bias"),
-        ("DeepSeek-R1", {"moe_router_bias_update_rate": 0.0}, 0.0, None),
-        ("Qwen3-30B-A3B", {}, 0.0, None),
-    ],
-)
-def test_a_balance_of_experts_that_the_engine_lacks_is_refused(
-    name: str, keys: dict[str, Any], coeff: float, words: str | None
-) -> None:
-    shape = architecture_for(MODELS[name]).read_model_config(MODELS[name])
-    rules.check_balancing("actor_config", MegatronConfig(**keys), shape, coeff)
-    fsdp = MegatronConfig(engine="fsdp", **keys)
-    if words is None:
-        rules.check_balancing("actor_config", fsdp, shape, coeff)
-        return
-    with pytest.raises(ValueError, match=words):
-        rules.check_balancing("actor_config", fsdp, shape, coeff)
 
 
 def test_commands_that_know_only_megatron_refuse_the_other_engine() -> None:

@@ -121,6 +121,7 @@ ELSEWHERE: dict[str, str] = {
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16 "
     "min_dynamic_context_parallel_size",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
+    "engine/fsdp/model.py": "fsdp_size",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
     "engine/multi_token_prediction.py": "mtp_loss_scaling_factor mtp_detach_heads",
     "engine/muon.py": "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "

@@ -84,6 +84,51 @@ def test_a_stage_trains_as_on_megatron(start: Callable[..., SupervisedWorker], t
         assert (weights[name] - weight).abs().max() <= 1e-5 * weight.abs().max() + 1e-7, name
 
 
+_ADAPTED = {"lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "lora_r": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "dpo", "kto", "orm"])
+def test_a_stage_trains_adapters_as_on_megatron(start: Callable[..., SupervisedWorker], tmp_path: Path, stage: str) -> None:
+    data = _write(tmp_path, "dpo" if stage == "orm" else stage)
+    keys = {"adam_eps": 1e-5, **_STAGES.get(stage, {}), **_ADAPTED}
+    ours, theirs = (start(stage, data, engine=engine, **keys) for engine in ("fsdp", "megatron"))
+    assert ours.ref is None
+    for _ in range(3):
+        metrics, expected = (worker.train().metrics.results() for worker in (ours, theirs))
+        assert metrics["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
+        assert metrics["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
+    weights = _read(ours)
+    for name, weight in _read(theirs).items():
+        assert (weights[name] - weight).abs().max() <= 1e-5 * weight.abs().max() + 1e-7, name
+
+
+@pytest.mark.slow
+def test_adapters_are_exported_and_train_on_with_the_other_engine(
+    start: Callable[..., SupervisedWorker], tmp_path: Path, tiny_model: Path
+) -> None:
+    data, save = _write(tmp_path, "sft"), tmp_path / "save"
+    keys: dict[str, Any] = {"save_hf": True, "lora_ckpt_filter": True, **_ADAPTED}
+    worker = start("sft", data, engine="fsdp", save=str(save), **keys)
+    worker.train()
+    worker.save(1)
+    trained = _read(worker)
+    exported = save / "hf" / "latest"
+    assert (exported / "adapter_config.json").is_file()
+    resumed = start(
+        "sft",
+        data,
+        engine="fsdp",
+        save=str(save),
+        **keys | {"load": str(save), "finetune": False, "pretrained_checkpoint": str(tiny_model)},
+    )
+    assert resumed.consumed == 8
+    assert all(torch.equal(value, trained[name]) for name, value in _read(resumed).items())
+    for engine in ("fsdp", "megatron"):
+        other = _read(start("sft", data, engine=engine, load=str(exported), **_ADAPTED))
+        assert all((value - trained[name]).abs().max() < 1e-6 for name, value in other.items())
+
+
 @pytest.mark.parametrize("stage", ["sft", "orm"])
 def test_a_stage_saves_a_folder_and_resumes(start: Callable[..., SupervisedWorker], tmp_path: Path, stage: str) -> None:
     data, save = _write(tmp_path, stage), tmp_path / "save"

@@ -1,0 +1,150 @@
+"""Balance of the experts in transformers' modules: the losses of routers, and the bias that moves, as on Megatron's engine.
+
+The formulas are those of `engine/router_losses.py`. A router of transformers returns (logits, weights of the chosen experts,
+chosen experts); its losses are attached to the weights, and the engine divides their gradient by the count with all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.engine.fsdp.model import ShardedModel
+from mindspeed_rl.engine.router_losses import RoutedTokens, compute_ratio, compute_router_loss, find_tokens
+
+#: end of Megatron's names of a router's weight and of its bias
+_WEIGHT, _BIAS = ".router.weight", ".router.expert_bias"
+
+
+class _AttachedLoss(torch.autograd.Function):
+    """Identity of a tensor that adds a loss to the objective."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx.save_for_backward(loss)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]  (as above)
+        (loss,) = ctx.saved_tensors
+        return gradient, torch.ones_like(loss)
+
+
+class ExpertBalance:
+    """The balance of the experts of one model in training."""
+
+    def __init__(self, config: MegatronConfig, model: ShardedModel) -> None:
+        """Attach the losses to the routers.
+
+        Args:
+            config: keys of the role.
+            model: the model on this rank.
+        """
+        self._model, self._balancing = model, model.plan.balancing
+        shape = model.plan.model_config
+        self._experts, self._topk = shape.num_moe_experts or 0, shape.moe_router_topk
+        self._score_function = "softmax" if shape.moe_router_biased_softmax else shape.moe_router_score_function
+        # adapters leave the routers as they are
+        self._rate = 0.0 if model.adapters is not None else config.moe_router_bias_update_rate
+        self._group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        ops = model.plan.architecture.weight_ops(shape)
+        self._biases = {op.layer: op.hf[0] for op in ops if op.mcore.endswith(_BIAS)} if self._rate else {}
+        self._counts = {layer: torch.zeros(self._experts, device=self._device) for layer in self._biases}
+        self._ratio = torch.zeros(2)
+        #: of the micro-batch that is computed, and the layers that have counted its tokens
+        self._tokens: RoutedTokens | None = None
+        self._rows = 0
+        self._counted: set[int | None] = set()
+        for op in ops:
+            if op.mcore.endswith(_WEIGHT):
+                router = _find_router(model, model.places[op.hf[0]].parameter)
+                router.register_forward_hook(functools.partial(self._balance, op.layer))
+
+    @classmethod
+    def build(cls, config: MegatronConfig, model: ShardedModel) -> ExpertBalance | None:
+        """Build it for a model that trains with a loss of routers or a bias that moves; None for others."""
+        balancing, shape = model.plan.balancing, model.plan.model_config
+        moves = shape.moe_router_enable_expert_bias and config.moe_router_bias_update_rate > 0.0
+        return cls(config, model) if balancing.coeff or balancing.z_coeff or moves else None
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._model.names.values())).device
+
+    def start_step(self, micro_batches: Sequence[MicroBatch], count: Callable[[], Tensor]) -> None:
+        """Find the weight of a token, or a sequence, in this optimizer step; collective over the data-parallel ranks."""
+        self._ratio = compute_ratio(micro_batches, count())
+
+    def arm(self, micro_batch: MicroBatch) -> None:
+        """Prepare the next forward pass, its recomputation included, over the micro-batch."""
+        choices = self._experts / self._topk
+        self._tokens = find_tokens(micro_batch, self._balancing, choices, self._ratio, sequence_parallel=False)
+        self._rows = micro_batch.input_ids.size(0)
+        self._counted.clear()
+
+    def reset(self) -> None:
+        """Clear the routers after all passes, completed or failed."""
+        self._tokens = None
+        for counts in self._counts.values():
+            counts.zero_()
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Raise the biases of experts with few tokens in the step, and lower the others; collective over the training world.
+
+        b_i += rate sign(mean_j c_j - c_i), c_i the tokens of expert i: arXiv:2408.15664.
+        """
+        for layer, name in self._biases.items():
+            counts = self._counts[layer]
+            dist.all_reduce(counts)
+            moved = self._rate * torch.sign(counts.mean() - counts)
+            rows, _ = self._model.read_rows(name)
+            if rows.numel():  # where it is sharded, one rank has all of it
+                rows.add_(moved.to(rows.dtype).view_as(rows))
+
+    def _balance(
+        self, layer: int | None, router: nn.Module, inputs: object, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the output of a router with its losses attached."""
+        tokens = self._tokens
+        if tokens is None:
+            return None
+        logits, weights, chosen = output
+        if layer in self._counts and layer not in self._counted:
+            self._counted.add(layer)
+            self._count(layer, self._order(chosen), tokens)
+        if not (self._balancing.coeff or self._balancing.z_coeff):
+            return None
+        flat = self._order(logits)
+        if tokens.positions is not None:
+            flat = flat.index_select(0, tokens.positions)
+        loss = compute_router_loss(
+            flat, tokens, self._balancing, score_function=self._score_function, topk=self._topk, group=self._group
+        )
+        return logits, _AttachedLoss.apply(weights, loss), chosen
+
+    @torch.no_grad()
+    def _count(self, layer: int | None, chosen: Tensor, tokens: RoutedTokens) -> None:
+        if tokens.positions is not None:
+            chosen = chosen.index_select(0, tokens.positions)
+        self._counts[layer] += torch.bincount(chosen.flatten(), minlength=self._experts)
+
+    def _order(self, values: Tensor) -> Tensor:
+        """Return [tokens, n] in the order of hidden states, position by position, from row by row."""
+        return values.reshape(self._rows, -1, values.size(-1)).transpose(0, 1).reshape(-1, values.size(-1))
+
+
+def _find_router(model: ShardedModel, parameter: str) -> nn.Module:
+    """Return the module that chooses experts by a weight, which may be that of a linear layer in it."""
+    name = parameter.removesuffix(".weight")
+    module = cast(nn.Module, model.module.model).get_submodule(name)
+    return model.module.model.get_submodule(re.sub(r"\.\w+$", "", name)) if isinstance(module, nn.Linear) else module
