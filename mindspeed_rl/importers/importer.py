@@ -74,11 +74,16 @@ def _import_command(project: SourceProject, text: str, settings: ImportSettings)
     commands = [add_runtime_environment(item) for item in read_script(text, settings.variables, settings.folder)]
     # what the user says is known to all who read the command
     commands = [replace(item, environment={**item.environment, **settings.variables}) for item in commands]
+    absent = list_absent_scripts(commands)
     try:
         command = project.read(commands, settings.devices)
     except ConfigError as error:
-        raise ConfigError([*error.errors, *list_absent_scripts(commands)]) from None
+        raise ConfigError([*error.errors, *map(str, absent)]) from None
+    if parts := [script for script in absent if script.is_part]:
+        raise ConfigError(map(str, parts))
     run, recipe = translate(project, command, settings)
+    for script in absent:
+        run.translate(f"line {script.line}", {}, str(script))
     if recipe is not None:
         _ask_planner(run, _compare_plans(run, recipe))
     return run

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ from typing import Any
 import yaml
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.shell import Command, list_unknown, request_variables
+from mindspeed_rl.importers.shell import MAX_PARENTS, Command, find_call, list_unknown, request_variables
 from mindspeed_rl.importers.yaml_text import load_yaml_text
 
-#: folders above a script's which its relative paths may start from, such as the root of its checkout
-_MAX_PARENTS = 6
 #: larger files of JSON, which are read as a whole, are not
 _MAX_BYTES = 2**26
 #: verl's own file of Ray's variables, none of which switches training
 _RELEASED_ENVIRONMENT = "trainer/runtime_env.yaml"
+#: scripts that prepare a machine: toolkits, environments of Python, the user's own settings
+_OF_THE_MACHINE = re.compile(
+    r"(?:^|/)(?:activate|set_?env(?:_\w+)?\.(?:sh|bash)|setvars\.sh|conda\.sh|\.?\w*(?:bashrc|profile|zshrc))$"
+)
 
 
 def list_folders(command: Command) -> Iterator[Path]:
@@ -28,7 +31,7 @@ def list_folders(command: Command) -> Iterator[Path]:
     bases = [Path()]
     if command.folder is not None:
         folder = command.folder.resolve()
-        bases += [folder, *list(folder.parents)[:_MAX_PARENTS]]
+        bases += [folder, *list(folder.parents)[:MAX_PARENTS]]
     if command.directory:
         yield from (base / command.directory for base in bases)
     yield from bases
@@ -101,17 +104,48 @@ def read_first_row(path: Path | None) -> Mapping[str, object]:
     return row if isinstance(row, Mapping) else {}
 
 
-def list_absent_scripts(commands: list[Command]) -> list[str]:
-    """Return a sentence for each script that a script calls and that is not here, so that its commands are not read."""
-    shells = ("bash", "sh", "source", ".")
-    called = [
-        (command.line, word)
-        for command in commands
-        if command.words[0] in shells or command.words[0].endswith(".sh")
-        for word in command.words[:2]
-        if word.endswith(".sh") and not list_unknown(word)
-    ]
-    return [f"line {line} calls {name}, which is not here: its commands are not read" for line, name in dict(called).items()]
+@dataclass(frozen=True)
+class AbsentScript:
+    """A script that a script names and that is not here.
+
+    Attributes:
+        name: its path, as the script has it.
+        is_part: the script that names it runs it as its own text, and it is none of the machine's.
+    """
+
+    line: int
+    name: str
+    is_part: bool = False
+
+    def __str__(self) -> str:
+        if unknown := list_unknown(self.name):
+            name = unknown[0][0]
+            value = f"the value of {name}, which is not in the script; say it with --set {name}=VALUE"
+            return f"line {self.line} calls a script by {value}"
+        if self.is_part:
+            part = f"line {self.line} sources {self.name}, which is not here, and what it sets is part of the run"
+            return f"{part}; run the import in the folder that its path starts from, or leave the line out"
+        return f"line {self.line} calls {self.name}, which is not here: its commands are not read"
+
+
+def list_absent_scripts(commands: list[Command]) -> list[AbsentScript]:
+    """Return the scripts that a script calls or sources and that are not here, so that their commands are not read."""
+    found: dict[str, AbsentScript] = {}
+    for command in commands:
+        if command.words[0] in ("source", "."):
+            name = next(iter(command.words[1:2]), "")
+            if not name or _OF_THE_MACHINE.search(name) or find_file(command, name) is not None:
+                continue
+            is_part = not command.uncertain and not name.startswith(("/", "~", "\0"))
+        else:
+            call = find_call(command.words)
+            if call is None or not (call[1] or call[0].endswith(".sh")) or _OF_THE_MACHINE.search(call[0]):
+                continue
+            name, is_part = call[0], False
+            if not list_unknown(name) and find_file(command, name) is not None and not name.endswith(".sh"):
+                continue  # a program of another kind
+        found.setdefault(name, AbsentScript(command.line, name, is_part))
+    return list(found.values())
 
 
 def flatten_options(tree: Mapping[Any, object], prefix: str = "") -> dict[str, object]:

@@ -13,6 +13,17 @@ from mindspeed_rl.importers.shell.command import (
     read_variable,
     request_variables,
 )
-from mindspeed_rl.importers.shell.interpreter import read_script
+from mindspeed_rl.importers.shell.interpreter import MAX_PARENTS, read_script
+from mindspeed_rl.importers.shell.launchers import find_call
 
-__all__ = ["Command", "list_unknown", "make_mark", "read_flags", "read_script", "read_variable", "request_variables"]
+__all__ = [
+    "MAX_PARENTS",
+    "Command",
+    "find_call",
+    "list_unknown",
+    "make_mark",
+    "read_flags",
+    "read_script",
+    "read_variable",
+    "request_variables",
+]

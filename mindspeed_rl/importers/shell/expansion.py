@@ -247,7 +247,7 @@ class Expander:
 
     def _expand_value(self, value: str | None, name: str, flag: str, rest: str, blank_unset: bool) -> _Expansion:
         if name in ("BASH_SOURCE", "0") and value is None:
-            value = "script.sh"
+            value = "./script.sh"
         if flag == "!":
             value = self.scope.read(str(value), blank_unset=blank_unset)
         if flag == "#":

@@ -29,6 +29,8 @@ _COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "
 #: loops over more items, and scripts that run more others, than any script means
 _MAX_ITEMS = 64
 _MAX_DEPTH = 20
+#: folders above a script's which relative paths may start from, such as the root of its checkout
+MAX_PARENTS = 6
 #: options of `read`, `mapfile` and `readarray` that have a word
 _READ_WORDS = {"read": "dnNptui", "mapfile": "dnNpui", "readarray": "dnNpui"}
 
@@ -114,6 +116,7 @@ class _Interpreter:
         inner_runs: number of scripts that were run, of this one and those around it together.
         uncertain, loop, directory: what the commands that follow get, see `Command`.
         depth: depth of functions, files and scripts within one another.
+        outer_folders: folders of the scripts around this one, from which its relative paths may start too.
     """
 
     scope: Scope
@@ -126,6 +129,7 @@ class _Interpreter:
     loop: str = ""
     directory: str = ""
     depth: int = 0
+    outer_folders: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         self.words = Expander(self.scope, self._substitute)
@@ -235,6 +239,11 @@ class _Interpreter:
         stdin, output = self._read_redirections([word for word in node.words if word.startswith("\1")])
         if words[:1] == ["time"]:  # a word of the shell, before variables of the command
             words = words[2:] if words[1:2] == ["-p"] else words[1:]
+        if words[:1] == ["!"] and len(words) > 1:
+            rest = list(node.words)
+            rest.remove("!")
+            status = self._run_simple(replace(node, words=rest))
+            return None if status is None else not status
         assignments = []
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
             assignments.append(match)
@@ -297,15 +306,29 @@ class _Interpreter:
         return stdin, output
 
     def _read_file(self, name: str) -> str | None:
-        """Return the text of a file that the script has written, or that is next to it; None where it is not here."""
+        """Return the text of a file that the script has written, or that is here; None for others."""
         if os.path.normpath(name) in self.files:
             return self.files[os.path.normpath(name)]
-        if list_unknown(name) or self.folder is None:
-            return None
-        path = self.folder / self.directory / name
+        path = self._find_file(name)
         try:
-            return path.read_text(encoding="utf-8") if path.is_file() else None
+            return None if path is None else path.read_text(encoding="utf-8")
         except (OSError, ValueError):
+            return None
+
+    def _find_file(self, name: str) -> Path | None:
+        """Return a file by the path that the script has for it; None where it is not here.
+
+        A relative path starts in the folder that the command runs in, which may be the script's, that of a script around it,
+        the working directory, or one above the script's, such as the root of a checkout.
+        """
+        if list_unknown(name) or not name:
+            return None
+        folder = (self.folder or Path()).resolve()
+        bases = [self.folder or Path(), *self.outer_folders, Path(), *list(folder.parents)[:MAX_PARENTS]]
+        places = [base / self.directory / name for base in bases] + [base / name for base in bases]
+        try:
+            return next((path for path in places if path.is_file()), None)
+        except (OSError, ValueError):  # a name that no file can have
             return None
 
     def _run_inner(self, script: InnerScript, front: Mapping[str, str]) -> bool:
@@ -318,11 +341,15 @@ class _Interpreter:
         if self.inner_runs[0] > _MAX_ITEMS:
             raise ConfigError([f"line {self.scope.line}: the script runs more than {_MAX_ITEMS} others"])
         here, scope = script.is_here, self.scope
+        path = None if not script.name or os.path.normpath(script.name) in self.files else self._find_file(script.name)
+        folders = (self.folder or Path(), *self.outer_folders)
         exported = {key: scope.variables[key] for key in scope.exported if key in scope.variables} if here else {}
         inner = _Interpreter(
-            Scope(scope.known, {**exported, **front}, set(exported) | set(front)), self.folder, files=self.files,
+            Scope(scope.known, {**exported, **front}, set(exported) | set(front)),
+            self.folder if path is None else path.parent, files=self.files,
             inner_runs=self.inner_runs, uncertain=self.uncertain, loop=self.loop,
             directory=self.directory if here else "", depth=self.depth + 1,
+            outer_folders=self.outer_folders if path is None else folders,
         )  # fmt: skip
         inner.scope.set_arguments(script.arguments)
         inner.run(parse(script.text))
@@ -345,14 +372,19 @@ class _Interpreter:
     # --- builtins: each returns a status, or PROGRAM where it leaves the command to those that follow programs
 
     def _source(self, call: _Call) -> bool | None | _Kind:
-        if not call.words or self.folder is None or self.depth >= _MAX_DEPTH or list_unknown(call.words[0]):
+        if not call.words or self.depth >= _MAX_DEPTH or list_unknown(call.words[0]):
             return _Kind.PROGRAM
-        path = self.folder / call.words[0]
-        if not path.is_file():  # such as a virtual environment of that machine: it sets what the script may request
+        text, path = self._read_file(call.words[0]), self._find_file(call.words[0])
+        if text is None:  # such as a virtual environment of that machine: it sets what the script may request
             return _Kind.PROGRAM
+        outer = self.folder, self.outer_folders
+        if path is not None:
+            self.folder, self.outer_folders = path.parent, (self.folder or Path(), *self.outer_folders)
         # with words behind it they are its arguments, without any it has the script's
         with self._deeper(call.words[1:] or None):
-            return self.run(parse(path.read_text(encoding="utf-8")))
+            status = self.run(parse(text))
+        self.folder, self.outer_folders = outer
+        return status
 
     def _eval(self, call: _Call) -> bool | None | _Kind:
         if self.depth >= _MAX_DEPTH:
@@ -566,7 +598,7 @@ _BUILTINS: dict[str, Callable[[_Interpreter, _Call], bool | None | _Kind]] = {
     "shift": _Interpreter._shift,
     "unset": _Interpreter._unset,
     "let": _Interpreter._let,
-    "cd": _Interpreter._change_directory,
+    **dict.fromkeys(("cd", "pushd"), _Interpreter._change_directory),
     **dict.fromkeys(("read", "mapfile", "readarray"), _Interpreter._read),
     "cat": _Interpreter._cat,
     "tee": _Interpreter._tee,

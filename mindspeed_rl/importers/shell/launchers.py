@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from mindspeed_rl.importers.shell.command import list_unknown
 from mindspeed_rl.importers.shell.variables import NAME
@@ -20,6 +21,16 @@ _VARIABLE_OPTIONS = {
 _SSH_WORDS = frozenset(f"-{letter}" for letter in "BbcDEeFIiJLlmOopQRSWw")
 #: options of env that take a word
 _ENV_WORDS = ("-u", "-C")
+#: options of a shell that take a word
+_SHELL_WORDS = ("--rcfile", "--init-file")
+#: programs that start the words behind their options on the same machine, with the variables of the script
+_STARTERS: Final = frozenset(
+    "exec nohup command builtin sudo env time setsid nice ionice stdbuf timeout taskset numactl srun mpirun mpiexec".split()
+)
+#: programs that start them in a container or on another machine
+_ELSEWHERE: Final = frozenset("docker podman nerdctl nvidia-docker kubectl pdsh".split())
+#: programs whose words are their own
+_PROGRAMS: Final = ("python", "torchrun", "accelerate", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -28,11 +39,13 @@ class InnerScript:
 
     Attributes:
         is_here: it runs on the machine of the command, and has its exported variables.
+        name: of its file; empty where the command has its text.
     """
 
     text: str
     arguments: list[str]
     is_here: bool
+    name: str = ""
 
 
 def _is_shell(word: str) -> bool:
@@ -81,24 +94,50 @@ def find_inner(words: Sequence[str], stdin: str | None, read_file: Callable[[str
         read_file: returns the text of a file; None where it is not here.
     """
     shell = next((place for place, word in enumerate(words[:-1]) if _is_shell(word)), None)
-    if shell is not None and _runs_text(words[shell + 1 :]):
-        texts = [item for item in words[shell + 1 :] if not item.startswith("-")]
-        return InnerScript(texts[0], texts[2:], shell == 0) if texts and not list_unknown(texts[0]) else None
+    if shell is not None:
+        options, rest = _split_options(words[shell + 1 :])
+        if any("c" in option for option in options if not option.startswith("--")):
+            starts_here = shell == 0 or Path(words[0]).name in _STARTERS
+            return InnerScript(rest[0], rest[2:], starts_here) if rest and not list_unknown(rest[0]) else None
     if words[0] == "ssh":
         return _find_remote(words, stdin)
     if _is_shell(words[-1]) and stdin is not None:
         return InnerScript(stdin, [], len(words) == 1)
-    starts_shell = _is_shell(words[0])
-    names = [word for word in words[1:] if not word.startswith("-")] if starts_shell else list(words)
-    if names and (starts_shell or names[0].endswith(".sh")) and (text := read_file(names[0])) is not None:
-        return InnerScript(text, names[1:], True)
+    call = find_call(words)
+    if call is None or (text := read_file(call[0])) is None:
+        return None
+    is_script = call[0].endswith(".sh") or call[1] or (text.startswith("#!") and "sh" in text.partition("\n")[0])
+    return InnerScript(text, call[2], Path(words[0]).name not in _ELSEWHERE, call[0]) if is_script else None
+
+
+def find_call(words: Sequence[str]) -> tuple[str, bool, list[str]] | None:
+    """Return the file of a script that a command runs, whether a shell reads it, and its arguments; None for other commands.
+
+    A file that no shell reads is one whose name ends with .sh, or the path of a command, which may be any program.
+    """
+    first = Path(words[0]).name
+    starts = first in _STARTERS or first in _ELSEWHERE
+    for place, word in enumerate(words if starts else words[:1]):
+        if Path(word).name.startswith(_PROGRAMS):
+            return None
+        if _is_shell(word):
+            options, rest = _split_options(words[place + 1 :])
+            has_text = any("c" in option for option in options if not option.startswith("--"))
+            return (rest[0], True, rest[1:]) if rest and not has_text else None
+        is_first = place == 0 or Path(words[place - 1]).name in _STARTERS
+        if word.endswith(".sh") or (is_first and word.startswith(("./", "../"))):
+            return word, False, list(words[place + 1 :])
     return None
 
 
-def _runs_text(rest: Sequence[str]) -> bool:
-    """Return True where a shell has `-c` among its first options."""
-    flags = [item for item in rest if item.startswith("-")]
-    return rest[0].startswith("-") and any("c" in flag for flag in flags[:3] if not flag.startswith("--"))
+def _split_options(rest: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of a shell, and what follows them: a script or a text, and its arguments."""
+    place = 0
+    while place < len(rest) and rest[place].startswith(("-", "+")) and rest[place] not in ("-", "--"):
+        option = rest[place]
+        # -o and -O, also at the end of several letters, take a word
+        place += 2 if option in _SHELL_WORDS or (not option.startswith("--") and option[-1] in "oO") else 1
+    return list(rest[:place]), list(rest[place + (list(rest[place : place + 1]) == ["--"]) :])
 
 
 def _find_remote(words: Sequence[str], stdin: str | None) -> InnerScript | None:

@@ -13,7 +13,7 @@ Variable = str | list[str] | dict[str, str]
 #: name of a variable
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: variables that every script has
-_SPECIAL = {"0": "script.sh", "#": "0", "?": "0", "$": "1", "!": "1", "-": ""}
+_SPECIAL = {"0": "./script.sh", "#": "0", "?": "0", "$": "1", "!": "1", "-": ""}
 #: arguments that a function or a script has by number
 _NUMBERED = tuple(map(str, range(1, 10)))
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import ConfigError
+from mindspeed_rl.importers.command import PROJECTS
+from mindspeed_rl.importers.importer import import_command
+from mindspeed_rl.importers.result import ImportSettings
 from mindspeed_rl.importers.shell import list_unknown, read_script
 
 OPTIONS = "--model m --reward_funcs a b --beta 0.01"
@@ -110,3 +113,72 @@ def test_what_only_a_machine_knows_is_marked_and_asked_for(text: str) -> None:
 def test_half_a_construct_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError):
         read_script(text, {})
+
+
+#: ways of running the script next to this one with two options, one of which has no word without a hyphen
+CALLS = {
+    "bash": "bash other.sh {}",
+    "its own folder": 'bash "$(dirname "$0")/other.sh" {}',
+    "its own folder by an expansion": "bash ${{BASH_SOURCE[0]%/*}}/other.sh {}",
+    "a variable for its own folder": 'H="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"\nexec bash "${{H}}/other.sh" {}',
+    "exec": "exec ./other.sh {}",
+    "an array": 'A=({})\nexec bash other.sh "${{A[@]}}" "$@"',
+    "arguments": 'set -- {}\nbash other.sh "$@"',
+    "options of the shell": "bash -euo pipefail other.sh {}",
+    "env": "/usr/bin/env bash other.sh {}",
+    "nohup": "nohup bash other.sh {} > log 2>&1 &",
+    "timeout": "timeout 60 sudo -E bash other.sh {}",
+    "condition": "if ! bash other.sh {}; then exit 1; fi",
+    "folder": "cd sub && bash ../other.sh {}",
+    "pushd": "pushd sub > /dev/null\nsh ../other.sh {}",
+    "another folder": "bash sub/up.sh {}",
+    "source": "source ./other.sh {}",
+    "source from another folder": ". sub/sourced.sh {}",
+    "text of bash -c": "bash -c 'bash other.sh \"$@\"' _ {}",
+    "nohup and bash -c": "nohup bash -c 'bash other.sh {}' &",
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_a_script_that_another_one_calls_gets_its_variables_and_words(way: str, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "other.sh").write_text('#!/bin/bash\npython3 -m trainer --steps ${STEPS:-1} "$@"\n')
+    (tmp_path / "sub" / "up.sh").write_text('exec bash "$(dirname "$0")/../other.sh" "$@"\n')
+    (tmp_path / "sub" / "sourced.sh").write_text('. "$(dirname "${BASH_SOURCE[0]}")/../other.sh" "$@"\n')
+    text = "export STEPS=5\n" + CALLS[way].format("--flag --size 8")
+    (found,) = [command for command in read_script(text, {}, tmp_path) if "trainer" in command.words]
+    assert [word for word in found.words if word] == ["python3", "-m", "trainer", "--steps", "5", "--flag", "--size", "8"]
+
+
+def test_a_called_script_is_found_from_the_root_of_a_checkout(tmp_path: Path) -> None:
+    (tmp_path / "examples" / "deep").mkdir(parents=True)
+    (tmp_path / "examples" / "other.sh").write_text("python3 -m trainer --a $A\n")
+    (found,) = read_script("A=1 bash examples/other.sh", {}, tmp_path / "examples" / "deep")
+    assert found.words[-2:] == ("--a", "1")
+
+
+SWIFT = "swift sft --model m --dataset d.jsonl --train_type full --max_steps 4 --max_length 512"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("bash absent.sh --x 1", "line 1 calls absent.sh, which is not here"),
+        ('exec "$(dirname "$0")/absent.sh"', r"line 1 calls ./absent.sh, which is not here"),
+        ("source absent.sh", "line 1 sources absent.sh, which is not here, and what it sets is part of the run"),
+        ("bash $ROOT/absent.sh", "by the value of ROOT, which is not in the script; say it with --set ROOT=VALUE"),
+    ],
+)
+def test_a_script_that_is_not_here_is_asked_for_by_name(line: str, sentence: str, tmp_path: Path) -> None:
+    settings = ImportSettings(devices=1, folder=tmp_path)
+    with pytest.raises(ConfigError, match=sentence):
+        import_command(PROJECTS["swift"], line, settings)
+
+
+def test_a_sourced_file_that_is_not_here_is_never_skipped(tmp_path: Path) -> None:
+    settings = ImportSettings(devices=1, folder=tmp_path)
+    with pytest.raises(ConfigError, match="line 1 sources own_env.sh, which is not here"):
+        import_command(PROJECTS["swift"], f"source own_env.sh\n{SWIFT}", settings)
+    # what prepares a machine is none of the run's, and what is called beside the training is named
+    prepared = import_command(PROJECTS["swift"], f"source /usr/local/Ascend/set_env.sh\nbash fetch.sh\n{SWIFT}", settings)
+    assert prepared.translated["line 2"] == "line 2 calls fetch.sh, which is not here: its commands are not read"
