@@ -26,6 +26,8 @@ _PAIRED = ("rm", "dpo", "orpo", "simpo")
 _OPTIONAL = {"alpaca": ("query", "system", "history", "tools"), "sharegpt": ("system", "tools")}
 _NAMED = {"alpaca": ("prompt", "query", "response", "history"), "sharegpt": ("messages",)}
 _MEDIA = ("images", "videos", "audios")
+#: keys of an entry that name its data elsewhere
+_SOURCES = frozenset(("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"))
 #: dataset_info.json writes messages of OpenAI's form as sharegpt with tags
 _TAG_NAMES = ("role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag")
 
@@ -89,24 +91,29 @@ class _Entry:
 
 
 def describe_data(
-    run: Import, command: SourceCommand, source: Command, option: str, *, limited: bool = True
+    run: Import, command: SourceCommand, source: Command, option: str, *, limited: bool = True, reads_images: bool = True
 ) -> tuple[str, str]:
     """Return the prefix of the data sets that an option names, and the command that writes it.
 
     Args:
         limited: max_samples holds for them.
+        reads_images: images of rows train; otherwise the source leaves them out.
 
     Raises:
         ConfigError: there is none, the registry is not here, or an entry does not fit the stage.
     """
-    names = _list_names(command.get(option))
+    value = command.get(option)
+    inline = value if isinstance(value, Mapping) else None
+    names = [_name_entry(inline)] if inline is not None else _list_names(value)
     if not names:
         raise ConfigError([f"the command names no data: {option} is missing"])
     stage, folder = command.program, command.text("dataset_dir", DATASET_DIR)
-    entries = _read_entries(source, folder, names)
+    entries = _read_entries(source, folder, names) if inline is None else [_build_entry(names[0], inline, folder)]
     modelscope = source.environment.get("USE_MODELSCOPE_HUB", "0") not in ("", "0", "false")
     for entry in entries:
         _check(run, entry, stage, modelscope=modelscope)
+        if not reads_images and "images" in entry.columns:
+            run.refuse(f"dataset {entry.name}", "images of its rows, which the source leaves out; leave images out of its columns")
     path = name_tokens(names[0], others=len(names) > 1)
     if option != "dataset":
         path = f"{path.removesuffix('data')}eval"
@@ -126,7 +133,11 @@ def describe_data(
         packing += f" --seq-length {length}" if packing else ""
         handler = f" --handler-name LlamaFactoryInstructionHandler --dataset-dir {shlex.quote(folder)}"
         handler += _write_images(command, folder, entries)
-        return path, describe_preprocessing(",".join(names), path, tokenizer, f"{handler}{words}{mixing}{packing}{rows}")
+        written = describe_preprocessing(",".join(names), path, tokenizer, f"{handler}{words}{mixing}{packing}{rows}")
+        if inline is not None:
+            entry = json.dumps({names[0]: dict(inline)}, ensure_ascii=False)
+            written += f", after {entry} is in {Path(folder, INFO_FILE)}"
+        return path, written
     handler = f"{entries[0].form.capitalize()}Style{'Unpaired' if stage == 'kto' else 'Pairwise'}Handler"
     columns = [_map_columns(entry, stage) for entry in entries]
     if any(item != columns[0] for item in columns) or any(entry.form != entries[0].form for entry in entries):
@@ -167,13 +178,20 @@ def _read_entries(source: Command, folder: str, names: list[str]) -> list[_Entry
         value = info.get(name)
         if not isinstance(value, Mapping):
             raise ConfigError([f"dataset {name} is not in {path}{registry.did_you_mean(name, info)}"])
-        is_file = "file_name" in value and not {"hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"} & {
-            *value
-        }
-        place = str(Path(folder, str(value["file_name"]))) if is_file else str(value.get("hf_hub_url", value.get("ms_hub_url")))
-        form = str(value.get("formatting", "alpaca"))
-        entries.append(_Entry(name, value, place, "sharegpt" if form == "openai" else form))
+        entries.append(_build_entry(name, value, folder))
     return entries
+
+
+def _build_entry(name: str, value: Mapping[str, object], folder: str) -> _Entry:
+    is_file = "file_name" in value and _SOURCES.isdisjoint(value)
+    place = str(Path(folder, str(value["file_name"]))) if is_file else str(value.get("hf_hub_url", value.get("ms_hub_url")))
+    form = str(value.get("formatting", "alpaca"))
+    return _Entry(name, value, place, "sharegpt" if form == "openai" else form)
+
+
+def _name_entry(value: Mapping[str, object]) -> str:
+    """Return a name for an entry that a command has itself, by its file or its data set of the hub."""
+    return Path(str(value.get("file_name", value.get("hf_hub_url", "data")))).stem
 
 
 def _check(run: Import, entry: _Entry, stage: str, *, modelscope: bool) -> None:
@@ -210,7 +228,7 @@ def _write_template(run: Import, command: SourceCommand, entries: list[_Entry]) 
     if found is not None and not found.writes_tools and any("tools" in entry.columns for entry in entries):
         found = None
     if found is None:
-        word, note = "hf", f"the chat template of the tokenizer; that LLaMA-Factory's {name} has the same text is not checked"
+        word, note = "hf", f"the chat template of the tokenizer; that {run.project}'s {name} has the same text is not checked"
     else:
         word, note = found.prompt_type, "the same text"
     words = f" --prompt-type {word}"

@@ -1,4 +1,4 @@
-"""MindSpeed-LLM: calls of pretrain_gpt.py and posttrain_gpt.py in its shell scripts, and run files of ray_gpt.py."""
+"""MindSpeed-LLM: calls of pretrain_gpt.py, posttrain_gpt.py and train_fsdp2.py in scripts, and run files of ray_gpt.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import yaml
 from mindspeed_rl.config.compat.aliases import ENGINE_NAMES
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.run_files import apply_values
+from mindspeed_rl.importers import mindspeed_fsdp2
 from mindspeed_rl.importers.megatron_options import build_megatron_table, describe_megatron, read_layout
 from mindspeed_rl.importers.options import (
     Option,
@@ -45,6 +46,7 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, read_flags
+from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import choose_training, read_options
 from mindspeed_rl.importers.writer import note_prediction
@@ -52,11 +54,14 @@ from mindspeed_rl.importers.yaml_text import load_yaml_text
 from mindspeed_rl.run.rules.violation import format_value
 
 _PROFILER = "profiler_config.integrated"
-_SCRIPTS = {"pretrain_gpt.py": "pretrain", "posttrain_gpt.py": "posttrain", "ray_gpt.py": "rlxf"}
+_SCRIPTS = {
+    "pretrain_gpt.py": "pretrain",
+    "posttrain_gpt.py": "posttrain",
+    "ray_gpt.py": "rlxf",
+    "train_fsdp2.py": mindspeed_fsdp2.PROGRAM,
+}
 #: script of MindSpeed-LLM whose calls are not imported -> what is there for them
 _OTHER_SCRIPTS = {
-    "train_fsdp2.py": "not available here: the FSDP2 backend of MindSpeed-LLM, with options and files of its own; write a run "
-    "file with engine: fsdp (docs/engines.md)",
     "rlhf_gpt.py": "it starts MindSpeed-RL by the name of a run file: give that file to mindspeed-rl train, unchanged "
     "(docs/upstream_commands.md)",
     "pretrain_deepseek4.py": "not available here: DeepSeek-V4, whose layers MindSpeed-LLM has in a program of its own",
@@ -81,6 +86,9 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         if place is not None:
             found.append((command, place))
         elif len(words) == 1 and Path(words[0]).suffix in (".yaml", ".yml"):
+            path = find_file(command, words[0])
+            if path is not None and mindspeed_fsdp2.is_file_of_options(path):
+                return mindspeed_fsdp2.read_fsdp2(command, list(words), None, devices)
             return _read_run_file(Path(words[0]), {}, devices)
     if not found:
         called = [name for command in commands for word in command.words if (name := Path(word).name) in _OTHER_SCRIPTS]
@@ -96,6 +104,8 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         values = {key.lstrip("+"): read_scalar(value) for key, _, value in (word.partition("=") for word in overrides)}
         return _read_run_file(folder / f"{name.removesuffix('.yaml')}.yaml", values, devices)
     launcher, _ = read_flags(words[:place])
+    if program == mindspeed_fsdp2.PROGRAM:
+        return mindspeed_fsdp2.read_fsdp2(command, list(words[place + 1 :]), _count_processes(launcher), devices)
     options = read_options(words[place + 1 :])
     world = _count_processes(launcher) if devices is None else devices
     return SourceCommand(program, options, command.environment, world or 1, _LATER | _TABLES[program], loop=command.loop)
@@ -502,6 +512,7 @@ _TABLES: dict[str, dict[str, Option]] = {
     "pretrain": build_megatron_table(shapes=True) | _LLM,
     "posttrain": build_megatron_table(shapes=True) | _LLM,
     "rlxf": build_megatron_table(shapes=True) | _LLM | _RLXF,
+    mindspeed_fsdp2.PROGRAM: mindspeed_fsdp2.TABLE,
 }
 
 
@@ -530,6 +541,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     """Return the run by Megatron's and MindSpeed-LLM's formulas."""
     if command.program == "rlxf":
         return _describe_rlxf(run, command)
+    if command.program == mindspeed_fsdp2.PROGRAM:
+        return mindspeed_fsdp2.describe_fsdp2(run, command)
     stage = _find_stage(command)
     losses = {"dpo": command.text("dpo_loss_type", "sigmoid"), "simpo": f"simpo_{command.text('simpo_loss_type', 'sigmoid')}"}
     # each micro-batch divides by its own tokens, and their means are averaged

@@ -24,7 +24,7 @@ from mindspeed_rl.run.rules.training_engine_rules import adapts_experts, check_m
 from mindspeed_rl.run.rules.validation import validate
 
 #: stages that have run on the engine
-_STAGES = ("ray_grpo", "sft", "dpo", "simpo", "orpo", "orm")
+_STAGES = ("ray_grpo", "pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "orm", "prm")
 _REASON = "{} divides every weight over all devices, as this engine does; megatron is the other one"
 _FSDP = {f"{ACTOR}.engine": "fsdp"}
 #: form of a model that the engine does not compute -> names of published models that have it

@@ -62,7 +62,6 @@ def test_all_weights_stay_divided(command: str) -> None:
         (f"{SFT} Qwen/Qwen2.5-VL-7B-Instruct --deepspeed zero3", "images"),
         (f"{GRPO} --deepspeed zero3 --sync_ref_model true", "a reference that moves"),
         (f"{PPO} --deepspeed zero3", "stage ray_ppo, which has not run on engine fsdp"),
-        (f"{RLHF} --rlhf_type kto --deepspeed zero3", "stage kto, which has not run on engine fsdp"),
     ],
 )
 def test_what_the_engine_cannot_do_becomes_a_layout_of_megatron_with_the_reason(command: str, reason: str) -> None:

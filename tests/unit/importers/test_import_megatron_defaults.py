@@ -176,7 +176,6 @@ def test_adapters_of_latent_attention_are_those_that_it_has_here() -> None:
 @pytest.mark.parametrize(
     ("script", "sentence"),
     [
-        ("train_fsdp2.py x.yaml --parallel.fsdp_size 8", "train_fsdp2.py: not available here: the FSDP2 backend"),
         ("rlhf_gpt.py --config-name grpo_qwen25_7b_A3", "rlhf_gpt.py: it starts MindSpeed-RL by the name of a run file"),
         ("pretrain_mamba.py --num-layers 4", "pretrain_mamba.py: not available here: Mamba"),
     ],
