@@ -120,8 +120,10 @@ _DATA: dict[str, Option] = {
     "prompt_key": to(f"{ACTOR}.map_keys.prompt", default="prompt"),
     "answer_key": to(f"{ACTOR}.map_keys.response", default="answer"),
     "image_key": same("the columns images and image are read", "images", "image"),
-    "video_key": no_effect("rows with video are refused"),
-    "video_fps": no_effect("rows with video are refused"),
+    "video_key": same(
+        "the columns videos and video are read, up to generate_config.limit_mm_video_per_prompt", "videos", "video"
+    ),
+    "video_fps": same("frames of a second that the processors of Qwen's models take; a row may have its own fps", 2.0, 2),
     "image_dir": to(f"{ACTOR}.image_folder"),
     "max_prompt_length": to(f"{RL}.max_prompt_length", default=512),
     "max_response_length": to(f"{SAMPLING}.max_tokens", default=512),

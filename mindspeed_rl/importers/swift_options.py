@@ -123,12 +123,13 @@ def _drafts(run: Import, option: str, value: object) -> None:
         run.translate(option, {f"{ENGINE}.speculative_config": keys})
 
 
-def _limit_images(run: Import, option: str, value: object) -> None:
+def _limit_media(run: Import, option: str, value: object) -> None:
     limits = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(limits, dict) or any(limits.get(name) for name in ("video", "audio")):
-        run.refuse(f"{option} {value}", "limits of video or audio")
+    if not isinstance(limits, dict) or limits.keys() - {"image", "video", "audio"} or limits.get("audio"):
+        run.refuse(f"{option} {value}", "limits of sound; of images and videos there are some")
         return
-    run.translate(option, {"generate_config.limit_mm_image_per_prompt": limits.get("image", 1)})
+    videos = {"generate_config.limit_mm_video_per_prompt": limits["video"]} if limits.get("video") else {}
+    run.translate(option, {"generate_config.limit_mm_image_per_prompt": limits.get("image", 1)} | videos)
 
 
 _KERNELS = no_effect("the platform has one set of kernels, which compute the same")
@@ -406,7 +407,7 @@ _REFUSED: dict[str, Option] = {
     **_each("mcore_adapter mcore_ref_adapter", refused("adapters in Megatron's format; --adapters takes a PEFT folder")),
     "mcore_ref_model": refused("a reference in Megatron's format; write ref_config.load"),
     **{name: to(f"{ACTOR}.{name}") for name in ("vit_lr", "aligner_lr", "max_pixels", "freeze_vit", "freeze_aligner")},
-    "vllm_limit_mm_per_prompt": by(_limit_images, "limit_mm_image_per_prompt"),
+    "vllm_limit_mm_per_prompt": by(_limit_media, "limit_mm_image_per_prompt"),
     "norm_bbox": refused("boxes of objects in images"),
     "language_model_only": no_effect("models of text"),
     **_each("num_labels problem_type mrl_dims", refused("models that classify or embed")),

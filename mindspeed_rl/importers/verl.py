@@ -183,7 +183,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     ),
     (
         r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(limit_mm_per_prompt(?:\.\w+)?)",
-        by(lambda run, option, value: _limit_images(run, option, value), "limit_mm_image_per_prompt"),
+        by(lambda run, option, value: _limit_media(run, option, value), "limit_mm_image_per_prompt, and of videos"),
     ),
     (r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.enable_expert_parallel", to(f"{ENGINE}.enable_expert_parallel")),
     (r"actor_rollout_ref\.rollout\.moe_tensor_parallel_size", no_effect("how TensorRT-LLM splits experts")),
@@ -249,15 +249,15 @@ def _set_template_argument(run: Import, option: str, value: object) -> None:
     run.translate(option, {f"{ACTOR}.chat_template_kwargs.{option.partition('_kwargs.')[2]}": value})
 
 
-def _limit_images(run: Import, option: str, value: object) -> None:
+def _limit_media(run: Import, option: str, value: object) -> None:
     kind = option.rpartition("limit_mm_per_prompt")[2].removeprefix(".")
     limits = value if isinstance(value, Mapping) else {kind: value}
-    if any(limits[name] for name in limits if name != "image"):
-        run.refuse(option, "video and sound")
-    elif "image" in limits:
-        run.translate(option, {f"{ENGINE}.limit_mm_image_per_prompt": limits["image"]})
-    else:
-        run.note(option, "only images are read")
+    if any(limits[name] for name in limits if name not in ("image", "video")):
+        run.refuse(option, "sound")
+        return
+    named = [name for name in ("image", "video") if limits.get(name) or (name == "image" and name in limits)]
+    keys = {f"{ENGINE}.limit_mm_{name}_per_prompt": limits[name] for name in named}
+    run.translate(option, keys, "" if keys else "0: only images are read")
 
 
 def _find_record(name: str) -> Option | None:

@@ -624,7 +624,11 @@ _DATA: tuple[tuple[str, Option], ...] = (
     ("custom_cls.name custom_cls.path", refused("your own dataset class")),
     ("tool_config_path function_tool_path", no_effect("rollout.multi_turn.tool_config_path is read")),
     ("image_key", same("the columns images and image are read", "images", "image")),
-    ("video_key audio_key", no_effect("rows with video or audio are refused")),
+    (
+        "video_key",
+        same("the columns videos and video are read, up to generate_config.limit_mm_video_per_prompt", "videos", "video"),
+    ),
+    ("audio_key", no_effect("rows with sound are refused")),
     (
         "image_patch_size mm_processor_kwargs return_multi_modal_inputs",
         no_effect("the model's own processor, with megatron_training.min_pixels and max_pixels"),

@@ -659,7 +659,10 @@ def test_the_tower_trains_where_verl_trains_it() -> None:
     assert values(imported(f"{freeze}=True"), *keys) == [None, None]
     limit = "+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt"
     assert imported(f"{model} {limit}.image=5").get("generate_config.limit_mm_image_per_prompt") == 5
-    assert "video and sound" in refusal(f"{model} {limit}.video=1")
+    videos = imported(f"{model} {limit}.video=2 data.video_key=video")
+    assert values(videos, "generate_config.limit_mm_video_per_prompt", "generate_config.limit_mm_image_per_prompt") == [2, None]
+    assert "sound" in refusal(f"{model} {limit}.audio=1")
+    assert "the columns videos and video are read" in refusal(f"{model} data.video_key=clips")
 
 
 def test_the_length_is_verls() -> None:
