@@ -9,20 +9,25 @@ from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.llama_factory_data import describe_data
+from mindspeed_rl.importers.llama_factory_mca import TABLE as TABLE_OF_MCA
+from mindspeed_rl.importers.llama_factory_mca import describe_mca, read_layout, uses_mca
 from mindspeed_rl.importers.llama_factory_options import STAGES, TABLES, TRACKERS_KEY
 from mindspeed_rl.importers.llama_factory_weights import (
     find_base,
+    find_optimizer,
+    list_muon_keys,
     name_adapter_form,
     name_adapter_start,
     name_formats,
     name_optimizer_state,
 )
 from mindspeed_rl.importers.options import SourceCommand, SourceProject, read_count, read_scalar
-from mindspeed_rl.importers.recipe import ACTOR, Adapters, Batch, Placement, Rate, Recipe
+from mindspeed_rl.importers.recipe import ACTOR, Adapters, Batch, Layout, Placement, Rate, Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.swift_data import IMAGES, VISION
 from mindspeed_rl.importers.training_engine import Split, choose_engine
 from mindspeed_rl.importers.translators import (
     count_accelerated,
@@ -54,7 +59,6 @@ _OWN_DEEPSPEED = frozenset(f"ds_{name}_config" for name in "z0 z1 z2 z3 z2_offlo
 _STAGES = {"pt": "pretrain", "sft": "sft", "rm": "orm", "dpo": "dpo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 _LOSSES = {"rm": "ranking", "simpo": "simpo_sigmoid", "orpo": "orpo", "kto": "kto"}
 _SWITCHES = {
-    "USE_MCA": "the Megatron-core adapter of LLaMA-Factory, whose options are its own",
     "USE_MEGATRON_BRIDGE": "the Megatron bridge of LLaMA-Factory, whose options are its own",
     "USE_V1": "the second engine of LLaMA-Factory (v1), whose options are its own",
     "USE_KT": "KTransformers",
@@ -73,9 +77,14 @@ _ALL_LAYERS = ("all", "all-linear")
 
 @dataclass(frozen=True)
 class _Command(SourceCommand):
-    """A command with what its files are searched by."""
+    """A command with what its files are searched by.
+
+    Attributes:
+        is_mca: Megatron trains, by mcore_adapter.
+    """
 
     source: Command = Command((), {}, 0)
+    is_mca: bool = False
 
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
@@ -88,7 +97,9 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         options = _read_options(command, words[place + 1 :])
         program = _choose_program(options)
         world = devices or _count_processes(command, words[:place], options)
-        return _Command(program, options, command.environment, world, TABLES[program], source=command)
+        is_mca = uses_mca(options, command.environment)
+        table = TABLES[program] | (TABLE_OF_MCA if is_mca else {})
+        return _Command(program, options, command.environment, world, table, source=command, is_mca=is_mca)
     raise ConfigError(["there is no command of LLaMA-Factory, such as llamafactory-cli train FILE, or a file of its options"])
 
 
@@ -179,7 +190,7 @@ def _count_processes(command: Command, launcher: list[str], options: Mapping[str
 # --- options that are read together -----------------------------------------------------------------------------------
 
 
-def _read_schedule(command: SourceCommand, total: int) -> Schedule:
+def _read_schedule(command: _Command, total: int) -> Schedule:
     """Return the learning rate over optimizer steps.
 
     Raises:
@@ -200,11 +211,12 @@ def _read_schedule(command: SourceCommand, total: int) -> Schedule:
         floor = float(str(rate)) * peak if rate is not None else float(str(least or 0.0))
     if settings:
         raise ConfigError([f"lr_scheduler_kwargs {', '.join(settings)}: not available here"])
-    # a constant rate has no warm-up there
-    return Schedule(peak, SCHEDULES[name], total, 0 if name == "constant" else warmup, floor=floor)
+    # a constant rate has no warm-up in transformers
+    unheated = name == "constant" and not command.is_mca
+    return Schedule(peak, SCHEDULES[name], total, 0 if unheated else warmup, floor=floor)
 
 
-def _count_steps(run: Import, command: SourceCommand, step: int) -> int:
+def _count_steps(run: Import, command: _Command, step: int) -> int:
     """Return the optimizer steps of the run, over the rows of the settings."""
     limit = command.number("max_steps", -1)
     if limit > 0:
@@ -213,7 +225,8 @@ def _count_steps(run: Import, command: SourceCommand, step: int) -> int:
         raise ConfigError(["streaming needs max_steps"])
     accumulated = command.count("gradient_accumulation_steps", 1)
     batches = math.ceil(run.settings.rows / (step // accumulated))
-    return math.ceil(command.number("num_train_epochs", 3.0) * max(1, math.ceil(batches / accumulated)))
+    whole = math.floor if command.is_mca else math.ceil
+    return math.ceil(command.number("num_train_epochs", 3.0) * max(1, whole(batches / accumulated)))
 
 
 def _describe(run: Import, command: SourceCommand) -> Recipe:
@@ -223,8 +236,13 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     if command.get("model_name_or_path") is None:
         raise ConfigError(["the command names no model: model_name_or_path is missing"])
     micro, model = command.count("per_device_train_batch_size", 8), find_base(run, command.text("model_name_or_path"))
+    if VISION.search(model) and not IMAGES.search(model):
+        others = "models with sound, and models of images but Qwen2.5-VL, Qwen3-VL and Qwen3.5"
+        run.refuse(f"model_name_or_path {model}", others)
     named = replace(command, options={**command.options, "model_name_or_path": model})
-    step = micro * command.count("gradient_accumulation_steps", 1) * command.devices
+    layout = read_layout(command) if command.is_mca else Layout("megatron")
+    replicas = command.devices // layout.devices
+    step = micro * command.count("gradient_accumulation_steps", 1) * replicas
     total = _count_steps(run, command, step)
     schedule = _read_schedule(command, total)
     has_limit = command.number("max_steps", -1) > 0
@@ -237,6 +255,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     lora = _read_adapters(run, command)
     loss, beta, losses = _read_loss(run, command)
     keys, notes = _read_evaluation(run, command)
+    muon = list_muon_keys(run, command, adapts=lora is not None)
     _read_rest(run, command)
     length, saved = command.count("cutoff_len", 2048), command.number("save_steps", 500)
     saves = command.text("save_strategy", "steps") == "steps" and saved >= 1
@@ -248,16 +267,20 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     if share and epochs is None:
         # rounded up there, and down here
         share = (schedule.warmup + 0.01) / total
-    defaults: list[tuple[str, object, str]] = [*list_expert_defaults(model, "LLaMA-Factory")]
+    defaults: list[tuple[str, object, str]] = [*(() if command.is_mca else list_expert_defaults(model, "LLaMA-Factory"))]
     if not command.has("output_dir"):
         reason = "the default of LLaMA-Factory"
         defaults += [("run_dir", _OUTPUT, reason), (f"{ACTOR}.save", f"{_OUTPUT}/checkpoints", reason)]
-    if not command.flag("disable_gradient_checkpointing"):
+    if command.is_mca:
+        describe_mca(run, command, model, adapts=lora is not None)
+    elif not command.flag("disable_gradient_checkpointing"):
         reason = "LLaMA-Factory computes the layers again in the backward pass"
         defaults += [(key, value, reason) for key, value in RECOMPUTE_LAYERS.items()]
     if stage != "pt":
         defaults.append((f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"))
-    defaults += _choose_engine(run, command, stage, model, [] if lora is None else lora.targets)
+    if not command.is_mca:
+        defaults += _choose_engine(run, command, stage, model, [] if lora is None else lora.targets)
+    by_micro_batch = command.is_mca and stage == "sft" and not command.flag("calculate_per_token_loss")
     recipe = Recipe(
         stage=_STAGES[stage],
         step_samples=step,
@@ -265,7 +288,12 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         loss=loss,
         beta=beta,
         sequence_length=length,
-        dp=command.devices,
+        aggregation="token of a micro-batch" if by_micro_batch else None,
+        tp=layout.tensor,
+        pp=layout.pipeline,
+        cp=layout.context,
+        ep=layout.expert,
+        dp=replicas,
         lora_rank=0 if lora is None else command.count("lora_rank", 8),
         weight_decay=command.number("weight_decay", 0.0),
         clip_grad=command.number("max_grad_norm", 1.0),
@@ -285,7 +313,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             f"{ACTOR}.data_path": path,
             f"{ACTOR}.seq_length": length,
             f"{ACTOR}.save_interval": math.ceil(saved) if saves else None,
-            **{f"{ACTOR}.{name}": value for name, value in (losses | keys).items()},
+            **{f"{ACTOR}.{name}": value for name, value in (losses | keys | muon).items()},
         },
         notes={
             "data_path": written_by,
@@ -399,7 +427,7 @@ def _read_rest(run: Import, command: _Command) -> None:
     elif command.flag("use_swanlab"):
         run.translate("use_swanlab", {TRACKERS_KEY: trackers})
     run.note_given("use_swanlab", "off", changes_nothing=False)
-    recomputes = not command.flag("disable_gradient_checkpointing")
+    recomputes = not command.flag("disable_gradient_checkpointing") and not command.is_mca
     reason = "each layer is computed again in the backward pass" if recomputes else "nothing is computed again"
     run.note_given("disable_gradient_checkpointing", reason, changes_nothing=False)
     run.note_given("stage", f"stage {_STAGES[command.program]}", changes_nothing=False)
@@ -416,7 +444,8 @@ def _choose_engine(
 ) -> tuple[tuple[str, object, str], ...]:
     """Return the key of the training engine where ZeRO-3 divides all weights, and ours that does so can train the run."""
     divides = "ZeRO-3" if _read_deepspeed(run, command) == 3 else ""
-    obstacles = {"images": command.has("image_max_pixels", "freeze_vision_tower")}
+    images = command.has("image_max_pixels", "freeze_vision_tower")
+    obstacles = {"images": images, "Muon": find_optimizer(command) == "use_muon"}
     stage, kept = _STAGES[stage], "optimizer state is spread by use_distributed_optimizer"
     return choose_engine(
         run, "deepspeed", divides, stage=stage, model=model, layout=Split(targets), obstacles=obstacles, otherwise=kept

@@ -113,7 +113,7 @@ def describe_data(
     for entry in entries:
         _check(run, entry, stage, modelscope=modelscope)
         if not reads_images and "images" in entry.columns:
-            run.refuse(f"dataset {entry.name}", "images of its rows, which the source leaves out; leave images out of its columns")
+            run.refuse(f"dataset {entry.name}", "images of its rows, which the source leaves out; leave them out of columns")
     path = name_tokens(names[0], others=len(names) > 1)
     if option != "dataset":
         path = f"{path.removesuffix('data')}eval"
@@ -207,6 +207,8 @@ def _check(run: Import, entry: _Entry, stage: str, *, modelscope: bool) -> None:
     readable = ("images",) if stage != "pt" and entry.columns.get("images") in ("images", "image") else ()
     if media := [name for name in _MEDIA if name in entry.columns and name not in readable]:
         reads = "documents are text" if stage == "pt" else "images in a column images or image are read"
+        if stage != "pt" and "videos" in media:
+            reads += ", and of videos LLaMA-Factory takes other frames and sizes than the model's processor (docs/vision.md)"
         run.refuse(place, f"{', '.join(media)} of its rows; {reads}")
     for key in ("script_url", "cloud_file_name", "folder"):
         if value.get(key):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mindspeed_rl.importers.llama_factory_weights import set_adam, set_base
+from mindspeed_rl.importers.llama_factory_weights import set_adam, set_base, set_tokenized
 from mindspeed_rl.importers.options import Option, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, BATCH, ENGINE, LORA, RL, WARMUP
 from mindspeed_rl.importers.translators import set_output
@@ -83,11 +83,12 @@ _SHARED: dict[str, Option] = {
         "video_max_pixels video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate",
         no_effect("data sets with videos or sounds are refused"),
     ),
-    "use_kt": refused("KTransformers"),
+    **_each("use_kt kt_weight_path kt_config", with_others("the plan's weights", off="off")),
+    "kt_use_lora_experts": refused("further experts that are adapters (KTransformers)"),
     **_each(
-        "kt_cpu_activation kt_weight_path kt_non_expert_weight_path kt_expert_checkpoint_path kt_use_lora_experts "
-        "kt_lora_expert_num kt_lora_expert_intermediate_size kt_config",
-        no_effect("only use_kt reads it"),
+        "kt_cpu_activation kt_non_expert_weight_path kt_expert_checkpoint_path kt_lora_expert_num "
+        "kt_lora_expert_intermediate_size",
+        no_effect("experts are computed on the devices, from the folder of the model"),
     ),
     # DataArguments
     **_each("dataset dataset_dir", part("data_path")),
@@ -101,7 +102,7 @@ _SHARED: dict[str, Option] = {
     "max_samples": with_others("the first rows of each data set", off="it is a word of preprocessing", by_nature=True),
     "val_size": part("split", off="0: nothing is held back"),
     "streaming": with_others("rows in the order of a buffer", off="off: rows are drawn from all of the data", by_nature=True),
-    "tokenized_path": refused("tokens that LLaMA-Factory wrote, or a run that only writes them"),
+    "tokenized_path": by(set_tokenized, "the tokens of preprocess, unless LLaMA-Factory has written some"),
     "default_system": with_others("system message of rows without one", off="it is a word of preprocessing", by_nature=True),
     "tool_format": refused("another form of tools than the template's"),
     "ignore_pad_token_for_loss": same("padding has no part in the loss", True),
@@ -154,7 +155,7 @@ _SHARED: dict[str, Option] = {
     "finetuning_type": with_others(LORA, off=_OTHER_WEIGHTS, by_nature=True),
     **_each("lora_target lora_rank lora_alpha lora_dropout", part(LORA, off="all weights train")),
     "additional_target": refused("fully trained modules next to adapters"),
-    "loraplus_lr_ratio": refused("LoRA+"),
+    "loraplus_lr_ratio": with_others("the plan's adapter_form", off="off"),
     "loraplus_lr_embedding": no_effect("only loraplus_lr_ratio reads it"),
     "use_rslora": refused("rank-stabilized LoRA"),
     "use_dora": with_others("the plan's adapter_form", off="off"),
@@ -167,9 +168,9 @@ _SHARED: dict[str, Option] = {
     ),
     "use_galore": with_others("the plan's optimizer_state", off="off"),
     "use_apollo": with_others("the plan's optimizer_state", off="off"),
-    "use_badam": refused("BAdam"),
+    "use_badam": with_others("the plan's optimizer_state", off="off"),
     "use_adam_mini": with_others("the plan's optimizer_state", off="off"),
-    "use_muon": refused("the Muon of LLaMA-Factory; optimizer: muon is Megatron's"),
+    "use_muon": with_others("optimizer: muon, and the plan's optimizer_state", off="off"),
     **_each(
         "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target "
         "apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise "
@@ -191,7 +192,7 @@ _SHARED: dict[str, Option] = {
         "megatron_pretrained_checkpoint export_hf_on_finish extra_config bias_dropout_fusion "
         "overlap_param_gather_with_optimizer_step "
         "variable_seq_lengths attention_backend recompute_modules moe_shared_expert_overlap",
-        refused("an option of the Megatron engines (USE_MCA, USE_MEGATRON_BRIDGE); megatron_training has its own of that name"),
+        refused("an option of the Megatron bridge (USE_MEGATRON_BRIDGE); megatron_training has its own of that name"),
     ),
     "freeze_language_model": refused("a frozen language model"),
     "freeze_vision_tower": with_others("freeze_vit", off="the tower does not train", by_nature=True),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from mindspeed_rl.importers.options import SourceCommand
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.translators import set_model
+from mindspeed_rl.importers.translators import read_mapping, set_model
 from mindspeed_rl.importers.trl import set_optimizer
 
 #: names of models whose weights are quantized
@@ -24,9 +25,13 @@ _ADAM_8BIT = re.compile(r"(paged_)?adamw_(bnb_)?8bit|adamw_torch_8bit")
 _STATES = {
     "use_galore": "of gradients that GaLore projects to rank {:g}",
     "use_apollo": "of gradients that APOLLO projects to rank {:g}, which scale the whole ones",
+    "use_badam": "of one block of layers at a time, and only its weights move (BAdam)",
     "use_adam_mini": "one second moment for each block of a weight (Adam-mini)",
+    "use_muon": "of gate_proj and up_proj each by itself, which are one matrix of Muon here",
 }
 _RANKS = {"use_galore": "galore_rank", "use_apollo": "apollo_rank"}
+#: keys of the Muon of LLaMA-Factory: the update of a matrix has 0.2 x sqrt(largest side) times the rate
+_MUON = {"optimizer": "muon", "muon_use_nesterov": True, "muon_scale_mode": "spectral", "muon_extra_scale_factor": 0.2}
 
 
 def find_base(run: Import, model: str) -> str:
@@ -65,8 +70,46 @@ def name_formats(run: Import, command: SourceCommand, *, adapts: bool) -> str | 
         parts.append("bfloat16, moments too")
     if _ADAM_8BIT.fullmatch(command.text("optim")):
         parts.append("moments in 8 bits")
+    parts += _name_host_experts(run, command, adapts=adapts)
     run.note_given(_FORMATS, "see weights of the plan" if parts else "off", changes_nothing=False)
     return "; ".join(parts) or None
+
+
+def _name_host_experts(run: Import, command: SourceCommand, *, adapts: bool) -> list[str]:
+    """Return the format of experts that KTransformers keeps on the host, where it is not bfloat16."""
+    if not command.flag("use_kt"):
+        return []
+    if not adapts:
+        run.refuse("use_kt", "experts on the host whose weights train")
+    named = read_mapping("kt_config", command.get("kt_config")).get("kt_expert_weight_format")
+    run.note_given("use_kt kt_weight_path kt_config", "experts are computed on the devices", changes_nothing=False)
+    if named == "bf16" and not command.get("kt_weight_path"):
+        return []
+    place = command.get("kt_weight_path") or "as the file of accelerate says"
+    return [f"frozen ones of experts in {named}" if named else f"frozen ones of experts {place}"]
+
+
+def set_tokenized(run: Import, option: str, value: object) -> None:
+    """Leave tokens to preprocess; those that LLaMA-Factory has written are none of ours."""
+    if Path(str(value)).expanduser().is_dir():
+        run.refuse(option, f"the tokens of {value}, which LLaMA-Factory wrote; leave it out, and preprocess writes them")
+    else:
+        run.note(option, "there the command only writes these tokens; here preprocess writes them", changes_nothing=False)
+
+
+def list_muon_keys(run: Import, command: SourceCommand, *, adapts: bool) -> dict[str, object]:
+    """Return the keys of Muon, and refuse it for adapters; none without it."""
+    if not command.flag("use_muon") or find_optimizer(command) != "use_muon":
+        return {}
+    if adapts:
+        run.refuse("use_muon", "Muon of adapters")
+    return dict(_MUON)
+
+
+def find_optimizer(command: SourceCommand) -> str:
+    """Return the option of the optimizer that trains, the first of several as there; empty for AdamW."""
+    order = ("use_galore", "use_apollo", "loraplus_lr_ratio", "use_badam", "use_adam_mini", "use_muon")
+    return next((name for name in order if command.get(name) not in (None, False, "false", "False")), "")
 
 
 def name_adapter_start(run: Import, command: SourceCommand, *, adapts: bool) -> str | None:
@@ -79,10 +122,12 @@ def name_adapter_start(run: Import, command: SourceCommand, *, adapts: bool) -> 
 
 def name_adapter_form(run: Import, command: SourceCommand, *, adapts: bool) -> str | None:
     """Return what adapters are where they are not LoRA's products; None for those and without adapters."""
-    if not command.flag("use_dora") or not adapts:
-        return None
-    run.note_given("use_dora", "see adapter_form of the plan", changes_nothing=False)
-    return "DoRA"
+    form = "DoRA" if command.flag("use_dora") and adapts else ""
+    if adapts and find_optimizer(command) == "loraplus_lr_ratio":
+        form = f"{form or 'LoRA'}, whose B has {command.number('loraplus_lr_ratio', 1):g} times the rate (LoRA+)"
+    if form:
+        run.note_given("use_dora loraplus_lr_ratio", "see adapter_form of the plan", changes_nothing=False)
+    return form or None
 
 
 def name_optimizer_state(run: Import, command: SourceCommand) -> str | None:
@@ -90,8 +135,9 @@ def name_optimizer_state(run: Import, command: SourceCommand) -> str | None:
 
     GaLore and APOLLO have a rank of 16 unless the command says otherwise.
     """
-    for option, text in _STATES.items():
-        if command.flag(option):
-            run.note_given(option, "see optimizer_state of the plan", changes_nothing=False)
-            return text.format(command.number(_RANKS.get(option, ""), 16))
-    return None
+    option = find_optimizer(command)
+    if option not in _STATES:
+        return None
+    run.note_given(option, "see optimizer_state of the plan", changes_nothing=False)
+    run.note_given(" ".join(_STATES), f"{option} is read instead")
+    return _STATES[option].format(command.number(_RANKS.get(option, ""), 16))

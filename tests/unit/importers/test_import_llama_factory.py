@@ -234,7 +234,9 @@ def test_lora_layers_and_adapters(folder: Path) -> None:
         ({"finetuning_type": "freeze"}, "finetuning_type: .*freeze; lora and full"),
         ({"finetuning_type": "oft"}, "finetuning_type: .*oft"),
         ({"use_rslora": True}, "rank-stabilized"),
-        ({"use_badam": True}, "BAdam"),
+        ({"use_muon": True, "finetuning_type": "lora"}, "Muon of adapters"),
+        ({"use_kt": True}, "experts on the host whose weights train"),
+        ({"use_kt": True, "finetuning_type": "lora", "kt_use_lora_experts": True}, "further experts that are adapters"),
         ({"quantization_bit": 4, "finetuning_type": "full"}, "quantized weights that train"),
         ({"ref_model_quantization_bit": 4}, "another model with quantized weights"),
         ({"model_name_or_path": "x/Llama-3-8B-AWQ"}, "quantized base weights; write --set BASE_MODEL=FOLDER"),
@@ -280,6 +282,12 @@ def test_what_is_not_available_is_named(folder: Path, values: dict[str, object],
         ({"use_galore": True, "galore_rank": 128}, "optimizer_state", "GaLore projects to rank 128"),
         ({"use_apollo": True}, "optimizer_state", "APOLLO projects to rank 16"),
         ({"use_adam_mini": True}, "optimizer_state", "one second moment for each block"),
+        ({"use_badam": True, "badam_mode": "layer"}, "optimizer_state", r"one block of layers at a time, .* \(BAdam\)"),
+        ({"use_muon": True, "finetuning_type": "full"}, "optimizer_state", "gate_proj and up_proj each by itself"),
+        ({"loraplus_lr_ratio": 16.0}, "adapter_form", r"LoRA, whose B has 16 times the rate \(LoRA\+\)"),
+        ({"use_kt": True, "kt_config": {"kt_expert_weight_format": "int8"}}, "weights", "frozen ones of experts in int8"),
+        ({"use_kt": True, "kt_weight_path": "x.kt"}, "weights", "frozen ones of experts x.kt"),
+        ({"use_kt": True}, "weights", "frozen ones of experts as the file of accelerate says"),
     ],
 )
 def test_formats_and_states_that_differ_by_their_nature_are_named(
@@ -290,6 +298,74 @@ def test_formats_and_states_that_differ_by_their_nature_are_named(
         take(file)
     settings = ImportSettings(devices=4, accepted=frozenset((number,)), folder=folder)
     assert import_command(PROJECTS["llama-factory"], file, settings).plans is not None
+
+
+def test_an_optimizer_has_the_keys_that_it_has_there(folder: Path) -> None:
+    file = write(folder, {"use_muon": True, "use_badam": False, "weight_decay": 0.1, "deepspeed": "ds_z3_config.json"})
+    settings = ImportSettings(devices=4, accepted=frozenset(("optimizer_state",)), folder=folder)
+    keys = import_command(PROJECTS["llama-factory"], file, settings).tree["megatron_training"]
+    # nesterov, and 0.2 x sqrt(largest side) times the rate; the second engine has no Muon
+    assert (keys["optimizer"], keys["muon_use_nesterov"], keys["muon_extra_scale_factor"]) == ("muon", True, 0.2)
+    assert keys["muon_scale_mode"] == "spectral" and "engine" not in keys
+    # of several optimizers the first one trains
+    both = import_command(PROJECTS["llama-factory"], write(folder, {"use_muon": True, "use_galore": True}), settings)
+    assert "optimizer" not in both.tree["megatron_training"] and both.without_effect["use_muon"] == "use_galore is read instead"
+
+
+def test_experts_in_bfloat16_on_the_host_are_the_same_numbers(folder: Path) -> None:
+    values = {"finetuning_type": "lora", "use_kt": True, "kt_config": {"kt_expert_weight_format": "bf16", "kt_num_threads": 96}}
+    assert "experts are computed on the devices" in take(write(folder, values)).same["use_kt"]
+
+
+MCA = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+
+
+def test_mcore_adapter_has_the_layout_of_megatron(folder: Path) -> None:
+    experts = {"model_name_or_path": "Qwen/Qwen3-30B-A3B", **MCA, "recompute_granularity": "full", "sequence_parallel": True}
+    settings = ImportSettings(devices=8, accepted=frozenset(("aggregation",)), folder=folder)
+    with pytest.raises(ConfigError, match="aggregation would be null here, but is token of a micro-batch in LLaMA-Factory"):
+        take(write(folder, experts))
+    run = import_command(PROJECTS["llama-factory"], write(folder, experts), settings)
+    keys, plan = training(run), run.plans[0]  # type: ignore[index]
+    # 8 devices are 2 replicas of 4; a step has 2 rows x 4 passes of each
+    assert (plan.dp, plan.tp, plan.pp, plan.ep, plan.step_samples) == (2, 2, 2, 2, 16)
+    assert (keys["sequence_parallel"], keys["recompute_method"]) == (True, "uniform")
+    # its converter reads the balancing loss of config.json
+    assert "moe_aux_loss_coeff" not in keys and "engine" not in keys
+    mean = take(write(folder, {**MCA, "expert_model_parallel_size": 1, "calculate_per_token_loss": True}))
+    assert mean.plans[0].aggregation is None and "recompute_granularity" not in training(mean)  # type: ignore[index]
+
+
+def test_the_variable_of_mcore_adapter_is_enough(folder: Path) -> None:
+    command = f"USE_MCA=1 llamafactory-cli train {write(folder, {'lr_scheduler_type': 'constant', 'warmup_steps': 10})}"
+    settings = ImportSettings(devices=8, accepted=frozenset(("aggregation",)), folder=folder)
+    # Megatron's schedule has the warm-up that transformers' constant rate has not
+    assert import_command(PROJECTS["llama-factory"], command, settings).plans[0].lr_warmup_steps == 10  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({**MCA, "finetuning_type": "lora"}, "adapters of USE_MCA"),
+        ({**MCA, "stage": "dpo", "dataset": "pairs"}, "stage dpo: not available here with USE_MCA"),
+        ({**MCA, "tensor_model_parallel_size": 3}, "8 devices are no multiple of tensor 3 x pipeline 2 x context 1"),
+        ({**MCA, "mtp_num_layers": 1}, "prediction layers of USE_MCA"),
+        ({**MCA, "model_name_or_path": "deepseek-ai/DeepSeek-V3"}, "mcore_adapter's converter decides their balancing"),
+        ({**MCA, "mixed_precision": "bf16_mixed"}, "an option of the Megatron bridge"),
+        ({"model_name_or_path": "Qwen/Qwen2-VL-7B-Instruct"}, "models of images but Qwen2.5-VL, Qwen3-VL and Qwen3.5"),
+    ],
+)
+def test_what_mcore_adapter_has_and_is_not_here_is_named(folder: Path, values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        take(write(folder, values))
+
+
+def test_tokens_are_those_of_preprocess(folder: Path) -> None:
+    file = write(folder, {"tokenized_path": "saved"})
+    assert "preprocess writes them" in take(file).same["tokenized_path"]
+    (folder / "saved").mkdir()
+    with pytest.raises(ConfigError, match="the tokens of saved, which LLaMA-Factory wrote"):
+        take(file)
 
 
 def test_a_quantized_model_is_trained_from_the_one_that_it_is_made_of(folder: Path) -> None:
@@ -316,8 +392,8 @@ def test_a_file_of_deepspeed_may_not_set_the_optimizer(folder: Path) -> None:
 
 def test_switches_of_the_environment(folder: Path) -> None:
     file = write(folder, {})
-    with pytest.raises(ConfigError, match="USE_MCA=1"):
-        take(f"USE_MCA=1 llamafactory-cli train {file}")
+    with pytest.raises(ConfigError, match="USE_MEGATRON_BRIDGE=1"):
+        take(f"USE_MEGATRON_BRIDGE=1 llamafactory-cli train {file}")
     for other in ("chat", "export", "webui"):
         with pytest.raises(ConfigError, match=f"llamafactory-cli {other}"):
             take(f"llamafactory-cli {other} {file}")
