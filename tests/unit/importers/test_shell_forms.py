@@ -110,3 +110,18 @@ def test_what_only_a_machine_knows_is_marked_and_asked_for(text: str) -> None:
 def test_half_a_construct_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError):
         read_script(text, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "for n in {1..%s}; do :; done" % ("9" * 5000),
+        "N=$(seq %s)" % ("9" * 5000),
+        "N=$(printf '%d' inf)",
+        "N=$(printf '%999999999999d' 1)",
+        "N=$(printf '%.999999999f' 1)",
+    ],
+)
+def test_endless_numbers_and_formats_are_texts(text: str) -> None:
+    (command,) = [item for item in read_script(f"{text}\n{COMMAND}", {}) if "swift" in item.words]
+    assert command.words[command.words.index("swift") :] == tuple(COMMAND.split())
