@@ -37,9 +37,10 @@ from mindspeed_rl.files import replace_file
 from mindspeed_rl.rewards.labels import find_trials, is_matchable
 from mindspeed_rl.run import Run
 from mindspeed_rl.scratch import scratch_folder
+from mindspeed_rl.texts import SHOWN, cut_end
 
 #: examples of a finding, and characters of one
-_EXAMPLES, _SHOWN = 3, 160
+_EXAMPLES = 3
 #: different labels whose verdicts are remembered, and that are counted
 _REMEMBERED_LABELS, _COUNTED_LABELS = 1 << 14, 1 << 16
 #: share of the rows with a label from which its constant answer is a finding, and margin over the chance of one of few labels
@@ -246,7 +247,7 @@ class _Labels:
         if row.label is None:
             return ""
         self._num_labels += 1
-        self._counts[find_final(row.label)[: 2 * _SHOWN]] += 1
+        self._counts[find_final(row.label)[: 2 * SHOWN]] += 1
         if len(self._counts) > _COUNTED_LABELS:  # lossy counting: a frequent label is never among the rarest
             self._counts = Counter(dict(self._counts.most_common(_COUNTED_LABELS // 2)))
         # other columns, such as tests, are read with the label
@@ -260,7 +261,7 @@ class _Labels:
 
     def _try(self, row: AuditRow) -> str:
         wrong = [name for name, trial in self._trials.items() if not is_matchable(trial, row.label, row.columns)]
-        return f"{', '.join(wrong)}: {_shorten(row.label or '')!r}" if wrong else ""
+        return f"{', '.join(wrong)}: {cut_end(row.label or '')!r}" if wrong else ""
 
     def describe(self) -> tuple[str, tuple[str, float, bool] | None]:
         """Return a sentence about the labels, and the most frequent one with its share."""
@@ -273,7 +274,7 @@ class _Labels:
         wins = different > 1 and share >= max(_CONSTANT, chance + _OVER_CHANCE) or different == 1 and self._num_labels > 1
         many = "or more " if different >= _COUNTED_LABELS // 2 else ""
         text = f"{different:,} {many}different in {self._num_labels:,} rows"
-        return f"{text}; always answering {_shorten(label, 40)!r} is right in {share:.1%}", (label, share, wins)
+        return f"{text}; always answering {cut_end(label, 40)!r} is right in {share:.1%}", (label, share, wins)
 
 
 def audit_data(
@@ -309,7 +310,7 @@ def audit_data(
             words = hash_words(text)
             _check_row(audit, number, row, labels, run)
             if index is not None and (found := index.find(words)) is not None:
-                audit.add(number, "overlap", row.where, f"{found[1]:.0%} of {index.where(found[0])}: {_shorten(question)!r}")
+                audit.add(number, "overlap", row.where, f"{found[1]:.0%} of {index.where(found[0])}: {cut_end(question)!r}")
             if detail := find_answer(question, row.label):
                 given_away.append((number, row.where, detail))
             keys.append(hash_text(text))
@@ -386,10 +387,10 @@ def find_answer(prompt: str, label: str | None) -> str:
         end = place + len(answer)
         is_word = not (answer[-1].isalnum() and prompt[end : end + 1].isalnum() or re.match(r"[.,]\d", prompt[end : end + 2]))
         if is_word and _LEAD.search(prompt, max(0, place - 40), place) and not _CHOICE.match(prompt, end):
-            return f"{_shorten(prompt[max(0, place - 40) : end])!r}"
+            return f"{cut_end(prompt[max(0, place - 40) : end])!r}"
         place = prompt.find(answer, place + 1)
     is_long = len(answer) >= _LONG_CHARS and len(answer.split()) >= _LONG_WORDS or len(answer) >= 2 * _LONG_CHARS
-    return f"the whole label: {_shorten(answer)!r}" if is_long and answer in prompt else ""
+    return f"the whole label: {cut_end(answer)!r}" if is_long and answer in prompt else ""
 
 
 def _add_given_away(audit: DataAudit, rows: list[tuple[int, str, str]], num_prompts: int) -> None:
@@ -472,11 +473,6 @@ class _Places:
     def where(self, prompt: int) -> str:
         """Return file and row of a prompt, for messages."""
         return f"{Path(list(self._paths)[self._files.values[prompt]]).name}, row {self._numbers.values[prompt]}"
-
-
-def _shorten(text: str, limit: int = _SHOWN) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def check_cleanable(train: RowPart, option: str = "--clean") -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindspeed_rl.audit.report import Section, shorten
+from mindspeed_rl.audit.report import Section
 from mindspeed_rl.rewards.agreement import cohen_kappa, percent_agreement
+from mindspeed_rl.texts import cut_middle
 
 #: part of the full score from which a response is paid for
 _PAID = 0.5
@@ -49,7 +50,7 @@ class MarkedResponses:
         for title, found in shown.items():
             of = self.right.count(title.startswith("right"))
             shortest = min(found, key=lambda index: len(self.places[index][1]), default=None)
-            example = "" if shortest is None else f"{self.places[shortest][0]}: {shorten(self.places[shortest][1])!r}"
+            example = "" if shortest is None else f"{self.places[shortest][0]}: {cut_middle(self.places[shortest][1])!r}"
             rows.append((title, f"{len(found)} of {of}", example))
         agreement = [
             ("responses", str(len(self.right))),

@@ -10,8 +10,6 @@ from importlib.resources import files
 
 from mindspeed_rl.observability.logging import clean_text
 
-#: characters of an example
-_SHOWN = 160
 #: widest cell of a table on a terminal; longer texts go on in the next line
 _WIDTH = 100
 
@@ -77,11 +75,6 @@ class AuditReport:
             parts.append(f"<h2>{_escape(section.title)}</h2>")
             parts.append(_render_table(section) if section.rows else f'<p class="dim">{_escape(section.empty)}</p>')
         return "\n".join([*parts, "</main></body></html>", ""])
-
-
-def shorten(text: str) -> str:
-    """Return a text as an example, without its middle where it is long."""
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"
 
 
 def _escape(text: str) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl.audit.cheats import CHEATS, FORMS, LABEL_CHEATS, MUTATIONS, WHOLE, Case, bind_form, make_wrong
 from mindspeed_rl.audit.judges import JudgedRow
 from mindspeed_rl.audit.marked import MarkedResponses
-from mindspeed_rl.audit.report import AuditReport, Section, shorten
+from mindspeed_rl.audit.report import AuditReport, Section
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.rewards.answers.extraction import extract_final_answer
 from mindspeed_rl.rewards.pool import RewardPool
@@ -32,6 +32,7 @@ from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSetti
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.audit_rewards import derive_audit_rewards
 from mindspeed_rl.run.machine import check_judges, check_server
+from mindspeed_rl.texts import cut_middle
 from mindspeed_rl.thoughts import remove_thought
 from mindspeed_rl.tools.environment_check import ENVIRONMENT_CHECK, TURNS, is_playable
 
@@ -238,7 +239,8 @@ def _describe(title: str, outcome: Outcome) -> tuple[str, str, str, str]:
     assert outcome.example is not None  # shown only where it cheated
     where, text, reward = outcome.example
     share = f"{len(outcome.cheated)} of {len(outcome.rows)}"
-    return title, share, f"{statistics.fmean(outcome.rewards.values()):.3g}", f"{where}: {shorten(text)!r} earns {reward:.3g}"
+    mean = statistics.fmean(outcome.rewards.values())
+    return title, share, f"{mean:.3g}", f"{where}: {cut_middle(text)!r} earns {reward:.3g}"
 
 
 def commits_to(response: str, label: str | None) -> bool:
@@ -289,7 +291,7 @@ class _Scorer:
         for (case, text), result in zip(pairs, results):
             if result.failed:
                 self._failures[result.state] += 1
-                self._examples.setdefault(result.state, f"{case.where}: {shorten(text)!r}: {shorten(result.error)}")
+                self._examples.setdefault(result.state, f"{case.where}: {cut_middle(text)!r}: {cut_middle(result.error)}")
         return [self._read_total(result) for result in results]
 
     @staticmethod

@@ -51,6 +51,7 @@ from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.runtime.fork_server import RL, TRAINING, shared_fork_server
 from mindspeed_rl.scratch import remove_folders_of, scratch_folder
+from mindspeed_rl.texts import cut_end
 
 #: environment variable by which the processes of a pilot are found
 _MARK = "MINDSPEED_RL_PILOT"
@@ -229,7 +230,7 @@ def _run_pilots(layouts: Sequence[Layout], run: Run, folder: Path, arguments: ar
         for index, layout in enumerate(layouts):
             print_status(f"pilot {index + 1} of {len(layouts)}: {layout}")
             if layout.problem:
-                pilot = Pilot(layout, "refused", detail=_shorten(layout.problem))
+                pilot = Pilot(layout, "refused", detail=cut_end(layout.problem, _MAX_DETAIL))
             elif box.left_s <= 0:
                 pilot = Pilot(layout, "not run", detail=f"--minutes {arguments.minutes:g} were over")
             else:
@@ -289,12 +290,7 @@ def _read_failure(folder: Path, output: Path, code: int) -> tuple[Outcome, str]:
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         text = errors[-1] if errors else f"its process ended with exit code {code}"
     is_memory = any(words in text.lower() for words in ("out of memory", "memoryerror", "devicememoryerror", "oom-kill"))
-    return "out of memory" if is_memory else "failed", _shorten(text)
-
-
-def _shorten(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _MAX_DETAIL else f"{line[:_MAX_DETAIL]}..."
+    return "out of memory" if is_memory else "failed", cut_end(text, _MAX_DETAIL)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:

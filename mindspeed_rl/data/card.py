@@ -11,6 +11,7 @@ import numpy as np
 
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, open_indexed
 from mindspeed_rl.data.summary import mark_text
+from mindspeed_rl.texts import cut_middle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,10 +67,8 @@ def describe_dropped(rows_read: int, dropped: Mapping[str, int]) -> str:
     return f"{sum(dropped.values())} of {rows_read} rows: {reasons}"
 
 
-def shorten(text: str, limit: int = _SHOWN) -> str:
-    """Return a text in one line, without its middle where it is long."""
-    text = text.replace("\n", "\\n")
-    return text if len(text) <= limit else f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
+def _show(text: str, limit: int = _SHOWN) -> str:
+    return cut_middle(text.replace("\n", "\\n"), limit)
 
 
 def describe_columns(
@@ -152,7 +151,7 @@ def _has_ends(columns: IndexedColumns, sides: Sequence[str], eos_id: int) -> boo
 def _mark(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, labels: np.ndarray | None) -> str:
     if labels is not None and len(labels) != len(ids):
         labels = None
-    return shorten(mark_text(tokenizer, ids, labels, limit=_SHOWN_RUN), 2 * _SHOWN)
+    return _show(mark_text(tokenizer, ids, labels, limit=_SHOWN_RUN), 2 * _SHOWN)
 
 
 def _number(texts: Iterable[str]) -> dict[str, str]:
@@ -178,8 +177,8 @@ def describe_prompts(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase,
     examples = []
     for index in range(min(NUM_EXAMPLES, len(prompts))):
         item = prompts[index]
-        text = shorten(mark_text(tokenizer, item["prompt_ids"], None))
-        label = "" if item["label"] is None else f"\n{_INDENT}label: {shorten(item['label'], 200)}"
+        text = _show(mark_text(tokenizer, item["prompt_ids"], None))
+        label = "" if item["label"] is None else f"\n{_INDENT}label: {_show(item['label'], 200)}"
         examples.append(text + label)
     return {
         "rows": prompts.describe(),

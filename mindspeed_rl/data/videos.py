@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindspeed_rl.bounds import is_number
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.files import read_json
 
@@ -388,7 +389,7 @@ def make_source(value: object, folder: str | None, make_frame: Callable[[object]
     if len(rates) + len(counts) > 1:
         raise VideoError("has a video with several of fps, sample_fps, num_frames and nframes; give one of them")
     for rate in rates:
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+        if not is_number(rate) or rate <= 0:
             raise VideoError(f"has a video with fps={rate!r}; it is a number above 0, of frames per second")
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -590,7 +591,7 @@ def read_clip(image: Image) -> Clip | None:
         size, source_size = (int(values["height"]), int(values["width"])), (source_height, source_width)
         indices = tuple(map(int, values["indices"]))
         clip = Clip(*size, source_size, float(values["fps"]), int(values["num_frames"]), indices)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise VideoError(f"has a clip with a broken header: {error}") from error
     is_ordered = bool(clip.indices) and list(clip.indices) == sorted(clip.indices) and clip.indices[0] >= 0
     is_sound = is_ordered and clip.indices[-1] < clip.num_frames and 0 < clip.fps < math.inf

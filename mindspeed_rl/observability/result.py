@@ -16,6 +16,7 @@ from mindspeed_rl.observability.console import format_duration
 from mindspeed_rl.observability.history import History, Series
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.observability.run_files import JsonObject, RunFiles
+from mindspeed_rl.texts import cut_middle
 
 #: metrics whose change is the gain of a run, the first that it has, and the name of each
 _GAINS = {
@@ -29,7 +30,7 @@ _GAINS = {
 }
 #: quantile of the normal distribution for an interval of 95 %
 _QUANTILE = 1.96
-_MAX_BETTER, _MAX_WORSE, _MAX_TEXT = 2, 1, 160
+_MAX_BETTER, _MAX_WORSE = 2, 1
 _LICENCE = re.compile(r"^license(?:_name)?:\s*[\"']?([^\"'\n]+)", re.MULTILINE)
 #: files of a model whose first lines name its licence
 _LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE")
@@ -104,7 +105,7 @@ class Result:
             if examples:
                 lines += [f"**{title}**", "", "| prompt | before | after | reward |", "|---|---|---|---|"]
                 for item in examples:
-                    texts = (_escape(_shorten(text)) for text in (item.prompt, item.before, item.after))
+                    texts = (_escape(cut_middle(" ".join(text.split()))) for text in (item.prompt, item.before, item.after))
                     lines.append(f"| {' | '.join(texts)} | {item.reward_before:.3g} -> {item.reward_after:.3g} |")
                 lines.append("")
         return lines
@@ -282,11 +283,6 @@ def _compare_examples(examples: Sequence[JsonObject]) -> tuple[list[Example], li
     better = [item for item in pairs if item.reward_after > item.reward_before]
     worse = [item for item in reversed(pairs) if item.reward_after < item.reward_before]
     return better[:_MAX_BETTER], worse[:_MAX_WORSE]
-
-
-def _shorten(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 2 :]}"
 
 
 def _escape(text: str) -> str:

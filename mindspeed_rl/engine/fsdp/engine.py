@@ -270,7 +270,7 @@ class FsdpEngine:
 
     @contextlib.contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
-        # layers are recomputed only in this mode; there is no dropout in either
+        # layers are recomputed, and adapters have dropout, only in this mode
         self.model.module.train(training)
         try:
             yield

@@ -12,6 +12,10 @@ from mindspeed_rl.importers.shell.command import Command
 
 #: numbers that seq or braces may have
 _MAX_COUNT = 10_000
+#: a whole number of them; no counter of a script is longer
+_NUMBER = r"-?\d{1,15}"
+#: a width or precision of printf that is no format of a script, and would fill the memory
+_ENDLESS = re.compile(r"%[-+ 0#]*(?:\d{5}|\d*\.\d{5})")
 
 
 def count(first: int, last: int, step: int) -> list[int]:
@@ -23,7 +27,7 @@ def count(first: int, last: int, step: int) -> list[int]:
 
 def list_braces(word: str) -> list[str]:
     """Return the words of {1..8}, {1..8..2} or {a,b} without quotes; another word as it is."""
-    if (match := re.fullmatch(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?\}", word)) is not None:
+    if (match := re.fullmatch(rf"\{{({_NUMBER})\.\.({_NUMBER})(?:\.\.({_NUMBER}))?\}}", word)) is not None:
         first, last = int(match.group(1)), int(match.group(2))
         step = abs(int(match.group(3) or 1)) or 1
         return list(map(str, count(first, last, step if first <= last else -step))) or [word]
@@ -36,6 +40,8 @@ def format_text(words: Sequence[str]) -> str:
     """Return what `printf` writes: its format for each group of its arguments."""
     template = words[0].replace("\\n", "\n").replace("\\t", "\t") if words else ""
     parts = re.findall(r"%[-+ 0#]*\d*(?:\.\d+)?[sdifgeGxX%]", template)
+    if _ENDLESS.search(template):
+        return " ".join([template, *words[1:]])
     kinds = [item[-1] for item in parts if item[-1] != "%"]
     arguments, texts = list(words[1:]), []
     while True:
@@ -43,7 +49,7 @@ def format_text(words: Sequence[str]) -> str:
         try:
             given = [item if kind == "s" else float(item or 0) for item, kind in zip(taken, kinds)]
             texts.append(template % tuple(int(item) if kind in "dixX" else item for item, kind in zip(given, kinds)))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             texts.append(" ".join([template, *taken]))
         if not arguments or not kinds:
             return "".join(texts).rstrip("\n")
@@ -121,7 +127,7 @@ def _read_base(pipe: _Pipe) -> str | None:
 
 def _count(pipe: _Pipe) -> str | None:
     """Return the lines of seq with whole numbers."""
-    if not 1 <= len(pipe.arguments) <= 3 or not all(re.fullmatch(r"-?\d+", word) for word in pipe.arguments):
+    if not 1 <= len(pipe.arguments) <= 3 or not all(re.fullmatch(_NUMBER, word) for word in pipe.arguments):
         return None
     numbers = [int(word) for word in pipe.arguments]
     first, step, last = {1: (1, 1, numbers[0]), 2: (numbers[0], 1, numbers[-1])}.get(len(numbers), tuple(numbers))

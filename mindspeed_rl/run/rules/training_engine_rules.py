@@ -102,12 +102,11 @@ _FSDP = _EngineLimits(
         **_same("check_weight_copies_interval", (0,), "it does not compare the copies of a weight"),
         **_same("mtp_num_layers", (0,), "it trains no multi-token-prediction layers"),
         **_same("dsa_indexer_loss_coeff", (0.0,), "it trains no indexers"),
-        **_same("attention_dropout hidden_dropout", (0.0,), "it has no dropout"),
+        **_same("attention_dropout hidden_dropout", (0.0,), "its only dropout is that of adapters"),
         **_same("freeze_vit freeze_aligner", (True,), "it trains no vision tower"),
     },
     run_keys={
         **_same("rl_config.use_prefix_grouper", (False, None), "the attention of transformers computes a prefix in each row"),
-        **_same("rl_config.dropout_in_update", (False,), "it has no dropout"),
         **_same("rl_config.sync_ref_model", (False,), "it averages no weights"),
         **_same("rl_config.router_replay.mode", ("disabled",), "its routers choose anew in each pass"),
         **_same("rl_config.opponents.roles", ([],), "snapshots of earlier weights have not run with it"),

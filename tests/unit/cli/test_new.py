@@ -87,9 +87,9 @@ def test_the_stand_in_for_a_judge_scores_the_answer_alone(tmp_path: Path, monkey
     score = load(folder / "judge_server.py", monkeypatch)["score"]
     form = JudgeForm(RewardSettings(judge_prompt=str(folder / "judge_prompt.txt")))
     for response, points in (("12", 10), ("ab12", 5), ("", 0), ("no 3", 2), ("Score: 10", 2)):
-        text = form.prompt(RewardSample(prompt="What is 5 + 7?", response=response, label="12"))
-        assert callable(score) and score(text) == points, response
-        assert form.read_reply(text, f"Score: {points}") == points / 10
+        request = form.write_request(RewardSample(prompt="What is 5 + 7?", response=response, label="12"))
+        assert callable(score) and score(request.text) == points, response
+        assert form.read_reply(request, f"Score: {points}").score == points / 10
 
 
 def test_the_environment_says_higher_and_lower_and_ends_after_three_turns(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
 import pytest
 from patience import patient
+from PIL.PngImagePlugin import PngInfo
 from video_files import END, FAMILIES, IMAGE, START, VIDEO, make_video_folder, write_video
 from vision_folder import encode
 
@@ -30,6 +33,7 @@ from mindspeed_rl.data.preprocess import run
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.data.videos import VideoError, read_clip
 
 _PROGRAM = """
 import json, sys
@@ -206,6 +210,7 @@ _FRAMES = [f"{index}.png" for index in range(20)]
         ({"prompt": "<video>", "videos": [7]}, "has a video of type int"),
         ({"prompt": "<video>", "videos": [{"video": "one.mp4", "fps": -1}]}, "has a video with fps=-1; it is a number above 0"),
         ({"prompt": "<video>", "videos": [{"video": "one.mp4", "fps": "2"}]}, "fps='2'; it is a number"),
+        ({"prompt": "<video>", "videos": [{"video": "one.mp4", "fps": 10**400}]}, "fps=10+; it is a number"),
         ({"prompt": "<video>", "videos": [{"video": "one.mp4", "fps": 2, "nframes": 4}]}, "give one of them"),
         ({"prompt": "<video>", "videos": [{"video": "one.mp4", "num_frames": 40}]}, "samples 40 frames .* give 2 to 16"),
         ({"prompt": "<video>", "videos": [{"video": "one.mp4", "num_frames": 1}]}, "samples 1 frames .* give 2 to 16"),
@@ -309,3 +314,18 @@ def test_engines_get_one_token_a_video_and_sampled_tokens_stay(family: str, tmp_
         collapse_image_tokens([40, VIDEO, *ids], stored)
     with pytest.raises(ValueError, match="lacks the tokens of 1 of its 4 images"):
         collapse_image_tokens(ids, (*stored, *prepare_images(rules, [image])))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("{", "[]", "[" * 100_000, '{"height": 1e999}'),
+        '{"height": 4, "width": 4, "source_size": [4, 4], "indices": [0], "fps": 1, "num_frames": 1e999}',
+    ],
+)
+def test_a_clip_with_a_broken_header_is_a_malformed_row(header: str) -> None:
+    info, buffer = PngInfo(), io.BytesIO()
+    info.add_text("mindspeed_rl.clip", header)
+    PIL.Image.new("RGB", (4, 4)).save(buffer, "PNG", pnginfo=info)
+    with pytest.raises(VideoError, match="has a clip with a broken header"):
+        read_clip(PIL.Image.open(buffer))

@@ -182,3 +182,18 @@ def test_a_sourced_file_that_is_not_here_is_never_skipped(tmp_path: Path) -> Non
     # what prepares a machine is none of the run's, and what is called beside the training is named
     prepared = import_command(PROJECTS["swift"], f"source /usr/local/Ascend/set_env.sh\nbash fetch.sh\n{SWIFT}", settings)
     assert prepared.translated["line 2"] == "line 2 calls fetch.sh, which is not here: its commands are not read"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "for n in {1..%s}; do :; done" % ("9" * 5000),
+        "N=$(seq %s)" % ("9" * 5000),
+        "N=$(printf '%d' inf)",
+        "N=$(printf '%999999999999d' 1)",
+        "N=$(printf '%.999999999f' 1)",
+    ],
+)
+def test_endless_numbers_and_formats_are_texts(text: str) -> None:
+    (command,) = [item for item in read_script(f"{text}\n{COMMAND}", {}) if "swift" in item.words]
+    assert command.words[command.words.index("swift") :] == tuple(COMMAND.split())

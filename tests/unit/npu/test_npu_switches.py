@@ -20,6 +20,7 @@ _SLICES = "the kernels of context parallelism in groups of fewer ranks; no run o
 _CUT_OFFS = "the kernel of top_k and top_p, which a run of the engine has; no command on the simulator sets it yet"
 #: switches that no simulated run takes yet -> the reason; an entry that has a run, or that is refused, must go
 OPEN: dict[str, str] = {
+    "actor_config.fsdp_size: set": "groups of fewer devices under FSDP2; no run on the simulator sets it yet",
     "actor_config.engine: fsdp": _NOT_FINISHED,
     "actor_config.dynamic_context_parallel: true": _SLICES,
     "actor_config.min_dynamic_context_parallel_size: set": _SLICES,

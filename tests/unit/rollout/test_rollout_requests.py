@@ -30,13 +30,13 @@ def test_greedy_responses_end_where_those_of_training_do_and_have_their_form() -
     limits = {"max_tokens": 40, "stop_token_ids": (1, 5), "min_tokens": 2, "stop": ("</answer>",), "structured_output": "{}"}
     cuts = {"top_p": 0.9, "top_k": 20, "min_p": 0.1}
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3}
-    training = Sampling(0.7, **limits, **cuts, **penalties, images=("a",))
+    training = Sampling(0.7, **limits, **cuts, **penalties, images=("a",), adapter="old")
     # a new field of Sampling is one of these
-    named = {"temperature", *limits, *cuts, *penalties, "images"}
+    named = {"temperature", *limits, *cuts, *penalties, "images", "adapter"}
     assert named == {field.name for field in dataclasses.fields(Sampling)}
-    assert EvaluationSampling(0.0).apply(training) == Sampling(0.0, **limits, images=("a",))
+    assert EvaluationSampling(0.0).apply(training) == Sampling(0.0, **limits, images=("a",), adapter="old")
     assert EvaluationSampling(None).apply(training) == training
     assert EvaluationSampling(0.4).apply(training) == dataclasses.replace(training, temperature=0.4)
     cut = dataclasses.replace(training, top_p=0.7, top_k=-1)
     assert EvaluationSampling(None, 2, 0.7, -1).apply(training) == cut
-    assert EvaluationSampling(0.0, 1, 0.7, 5).apply(training) == Sampling(0.0, **limits, images=("a",))
+    assert EvaluationSampling(0.0, 1, 0.7, 5).apply(training) == Sampling(0.0, **limits, images=("a",), adapter="old")
