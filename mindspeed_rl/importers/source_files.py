@@ -25,6 +25,9 @@ _OF_THE_MACHINE = re.compile(
     r"(?:^|/)(?:activate|set_?env(?:_\w+)?\.(?:sh|bash)|setvars\.sh|conda\.sh|\.?\w*(?:bashrc|profile|zshrc))$"
 )
 
+#: shapes of a model in the checkouts of slime, which config.json has
+_OF_A_MODEL = re.compile(r"(?:^|/)models/[^/]+\.sh$")
+
 
 def list_folders(command: Command) -> Iterator[Path]:
     """Yield the folders that a relative path of the command may start from, the likeliest first."""
@@ -136,7 +139,7 @@ def list_absent_scripts(commands: list[Command]) -> list[AbsentScript]:
             name = next(iter(command.words[1:2]), "")
             if not name or _OF_THE_MACHINE.search(name) or find_file(command, name) is not None:
                 continue
-            is_part = not command.uncertain and not name.startswith(("/", "~", "\0"))
+            is_part = not command.uncertain and not name.startswith(("/", "~", "\0")) and not _OF_A_MODEL.search(name)
         else:
             call = find_call(command.words)
             if call is None or not (call[1] or call[0].endswith(".sh")) or _OF_THE_MACHINE.search(call[0]):

@@ -25,6 +25,7 @@ class Command:
         directory: that the script has changed to; empty where it has not.
         input: text of a here-document; None without one.
         loop: the loop and the run of it that the command is of, where others follow; empty outside of loops.
+        inner: lines of the scripts that the line runs, in which the command is; empty where the line has it itself.
     """
 
     words: tuple[str, ...]
@@ -35,6 +36,7 @@ class Command:
     directory: str = ""
     input: str | None = None
     loop: str = ""
+    inner: tuple[int, ...] = ()
 
 
 def make_mark(name: str, line: int) -> str:

@@ -66,11 +66,12 @@ def read_script(text: str, known: Mapping[str, str] | None = None, folder: Path 
 def _leave_first_runs(commands: list[Command]) -> list[Command]:
     """Return the commands without those that a further run of a loop has at the same line."""
     kept: list[Command] = []
-    looped: set[int] = set()
+    looped: set[tuple[int, ...]] = set()
     for command in commands:
-        if command.loop and command.line in looped:
+        place = (command.line, *command.inner)
+        if command.loop and place in looped:
             continue
-        looped |= {command.line} if command.loop else set()
+        looped |= {place} if command.loop else set()
         kept.append(command)
     return kept
 
@@ -242,7 +243,7 @@ class _Interpreter:
         if words[:1] == ["!"] and len(words) > 1:
             rest = list(node.words)
             rest.remove("!")
-            status = self._run_simple(replace(node, words=rest))
+            status = self._run_simple(replace(node, words=tuple(rest)))
             return None if status is None else not status
         assignments = []
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
@@ -354,7 +355,9 @@ class _Interpreter:
         inner.scope.set_arguments(script.arguments)
         inner.run(parse(script.text))
         # lines of its own text say nothing in this script
-        self.commands += [replace(command, line=scope.line) for command in inner.commands]
+        self.commands += [
+            replace(command, line=scope.line, inner=(command.line, *command.inner)) for command in inner.commands
+        ]
         return True
 
     @contextmanager

@@ -150,6 +150,12 @@ def test_a_script_that_another_one_calls_gets_its_variables_and_words(way: str, 
     assert [word for word in found.words if word] == ["python3", "-m", "trainer", "--steps", "5", "--flag", "--size", "8"]
 
 
+def test_a_loop_over_a_called_script_has_all_commands_of_its_first_run(tmp_path: Path) -> None:
+    (tmp_path / "other.sh").write_text('echo "starts"\nfor k in 3 4; do\npython3 -m trainer $1 $k\ndone\npython3 -m after $1\n')
+    found = read_script("for n in 1 2; do\nbash other.sh $n\ndone", {}, tmp_path)
+    assert [command.words[2:] for command in found if command.words[0] == "python3"] == [("trainer", "1", "3"), ("after", "1")]
+
+
 def test_a_called_script_is_found_from_the_root_of_a_checkout(tmp_path: Path) -> None:
     (tmp_path / "examples" / "deep").mkdir(parents=True)
     (tmp_path / "examples" / "other.sh").write_text("python3 -m trainer --a $A\n")
