@@ -24,7 +24,6 @@ _RELEASED_ENVIRONMENT = "trainer/runtime_env.yaml"
 _OF_THE_MACHINE = re.compile(
     r"(?:^|/)(?:activate|set_?env(?:_\w+)?\.(?:sh|bash)|setvars\.sh|conda\.sh|\.?\w*(?:bashrc|profile|zshrc))$"
 )
-
 #: shapes of a model in the checkouts of slime, which config.json has
 _OF_A_MODEL = re.compile(r"(?:^|/)models/[^/]+\.sh$")
 
