@@ -117,8 +117,14 @@ class _TooManyCallsError(BaseException):
 
 @contextlib.contextmanager
 def _limit_calls() -> Iterator[None]:
-    """End a block after `_MAX_CALLS` calls of functions: OmegaConf has no limit for values that refer to others twice."""
+    """End a block after `_MAX_CALLS` calls of functions: OmegaConf has no limit for values that refer to others twice.
+
+    Under a profiler there is no limit: Python has one profile function, and cProfile's cannot be set again.
+    """
     count, before = 0, sys.getprofile()
+    if before is not None:
+        yield
+        return
 
     def on_event(frame: object, event: str, argument: object) -> None:
         nonlocal count
@@ -131,7 +137,7 @@ def _limit_calls() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None)
 
 
 def _force_override(item: str) -> str:

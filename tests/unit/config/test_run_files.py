@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import cProfile
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import build_run_config
+from mindspeed_rl.config import build_run_config, load_run_config
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
 from mindspeed_rl.run.draft import draft, load_run
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
@@ -170,3 +172,9 @@ def test_the_first_run_file_of_the_guide_of_agents_works_when_copied(guide: str,
     tools = build_tools(read_tools(run.rl.tool_config_path))
     names = [schema["function"]["name"] for tool in tools for schema in tool.schemas]
     assert names == ["calculator", "code_interpreter", "finish"]
+
+
+def test_a_run_file_is_read_under_a_profiler() -> None:
+    profile = cProfile.Profile()
+    cfg = profile.runcall(load_run_config, "grpo_tiny_cpu", None, [])
+    assert cfg.platform == "cpu" and sys.getprofile() is None
