@@ -1,4 +1,4 @@
-"""Where trainer and rollout engine differ about the log-probs of the same tokens: by depth, class of token, and experts."""
+"""Differences between the log-probs of trainer and rollout engine: by depth, class of token and agreement of experts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def measure_experts(
     """Yield (metric, sum of |log pi - log mu|, number of tokens) of each bucket of agreement that has tokens.
 
     mismatch/experts/P: tokens of which the trainer's routers would choose at least P percent of the engine's experts, up to the
-    next bucket. A token's experts are those of the position that predicts it.
+    next bucket. The experts of a token were chosen at the position that predicts it.
 
     Args:
         computed, recorded: [T] log-probs of the trainer and of the rollout engine.

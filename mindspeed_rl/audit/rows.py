@@ -15,7 +15,6 @@ import numpy as np
 from mindspeed_rl.audit.cheats import Case
 from mindspeed_rl.audit.texts import FRAME_TEXTS, find_frame, strip_frame
 from mindspeed_rl.config.keys.megatron import MegatronConfig, read_split
-from mindspeed_rl.data.cache_folders import choose_workers
 from mindspeed_rl.data.conversation import Row
 from mindspeed_rl.data.handlers.prompt import LABELS, as_text
 from mindspeed_rl.data.indexed import list_packed_columns
@@ -111,9 +110,7 @@ class RowStream:
         return self._read_raw() if self.is_raw else self._read_indexed()
 
     def _read_raw(self) -> Iterator[AuditRow]:
-        source = open_rows(self.data_path)
-        workers = choose_workers(source)
-        for chunk in read_prompt_chunks(source, self.tokenizer, self.additional_keys, self.settings, workers=workers):
+        for chunk in read_prompt_chunks(open_rows(self.data_path), self.tokenizer, self.additional_keys, self.settings):
             rows = [
                 AuditRow(chunk.path, row.number, left_out=row.reason, detail="" if row.error is None else str(row.error))
                 for row in chunk.left_out

@@ -119,7 +119,7 @@ class _TooManyCallsError(BaseException):
 def _limit_calls() -> Iterator[None]:
     """End a block after `_MAX_CALLS` calls of functions: OmegaConf has no limit for values that refer to others twice.
 
-    Under a profiler there is no limit: Python has one profile function, and cProfile's cannot be set again.
+    A profiler switches the limit off: Python has only one profile function, and cProfile's cannot be restored.
     """
     count, before = 0, sys.getprofile()
     if before is not None:

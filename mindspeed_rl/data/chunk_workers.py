@@ -13,8 +13,13 @@ from typing import Any, TypeVar
 from mindspeed_rl.data.sources import Chunk
 
 _T = TypeVar("_T")
-#: what the workers of the pool do with a chunk
+#: in a worker, what it does with a chunk
 _function: Callable[[Chunk], Any] | None = None
+
+
+def _keep(function: Callable[[Chunk], Any]) -> None:
+    global _function
+    _function = function
 
 
 def _call(chunk: Chunk) -> Any:
@@ -28,7 +33,6 @@ def map_chunks(function: Callable[[Chunk], _T], chunks: Iterable[Chunk], *, work
     Several workers are forked with the function and what it refers to in memory; the tokenizer's own threads are off there,
     one worker is one core. Without a second worker the chunks are worked on here.
     """
-    global _function
     if workers == 1:
         yield from map(function, chunks)
         return
@@ -36,8 +40,8 @@ def map_chunks(function: Callable[[Chunk], _T], chunks: Iterable[Chunk], *, work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # objects loaded by now live to the end: the garbage collector need not check them, nor forks copy them
     gc.freeze()
-    _function = function
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
+    fork = multiprocessing.get_context("fork")  # the function is not pickled
+    pool = ProcessPoolExecutor(workers, mp_context=fork, initializer=_keep, initargs=(function,))
     waiting: deque[Future[_T]] = deque()
     try:
         for chunk in chunks:
@@ -47,7 +51,6 @@ def map_chunks(function: Callable[[Chunk], _T], chunks: Iterable[Chunk], *, work
         while waiting:
             yield waiting.popleft().result()
     finally:
-        _function = None
         pool.shutdown(cancel_futures=True)
         gc.unfreeze()
         if threads is None:

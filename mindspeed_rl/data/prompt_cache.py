@@ -105,14 +105,14 @@ def read(folder: Path) -> TokenizedRows | None:
     return rows
 
 
-def write(folder: Path, data_path: str, rows: TokenizedRows) -> bool:
-    """Write rows where JSON keeps them as they are; return whether it does.
+def write(folder: Path, data_path: str, rows: TokenizedRows) -> None:
+    """Write rows, unless JSON would change them.
 
     Raises:
         OSError: the cache cannot be written.
     """
     if not all(map(_is_plain, rows.columns)):
-        return False
+        return
     paths = {path: index for index, path in enumerate(dict.fromkeys(path for path, _ in rows.origins))}
     record: dict[str, object] = {"input": data_path, "dropped": rows.dropped, "paths": [*paths]}
     with make_folder(folder, _RECORD, record) as built:
@@ -121,7 +121,6 @@ def write(folder: Path, data_path: str, rows: TokenizedRows) -> bool:
         with (built / _ROWS).open("w", encoding="ascii") as file:
             for (path, number), label, columns in zip(rows.origins, rows.labels, rows.columns, strict=True):
                 file.write(f"{json.dumps([paths[path], number, label, columns])}\n")
-    return True
 
 
 def _is_plain(value: object) -> bool:

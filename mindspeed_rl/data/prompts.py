@@ -631,29 +631,26 @@ def _load_cached(
     cache: Path | None,
 ) -> TokenizedRows:
     """Return the rows from the cache, and write them to it where they are worth it."""
-    folder = None
+    handler, folder = _find_handler(source, tokenizer, keys, settings), None
+    if handler is None:
+        return TokenizedRows()
     # rows name files of images, whose contents are not among what is digested
     if cache is not None and settings.image_rules is None and count_bytes(source) >= prompt_cache.SMALL_BYTES:
-        handler = _find_handler(source, tokenizer, keys, settings)
         templates = [Path(settings.prompt_type_path)] if settings.prompt_type_path else []
         depends_on = [asdict(settings), keys, digest_files(templates)]
-        if handler is not None:
-            folder = prompt_cache.find_folder(cache, data_path, source, tokenizer, handler, depends_on)
+        folder = prompt_cache.find_folder(cache, data_path, source, tokenizer, handler, depends_on)
         if folder is not None and (rows := prompt_cache.read(folder)) is not None:
             return rows
-    rows = _load_raw(source, tokenizer, keys, settings)
+    rows = _load_raw(source, handler, settings)
     if folder is not None:
         prompt_cache.write(folder, data_path, rows)
     return rows
 
 
-def _load_raw(
-    source: Source, tokenizer: PreTrainedTokenizerBase, keys: Sequence[str] | None, settings: PromptSettings
-) -> TokenizedRows:
+def _load_raw(source: Source, handler: PromptHandler, settings: PromptSettings) -> TokenizedRows:
     """Return the rows, and the number of those that are left out by reason."""
     rows = TokenizedRows()
-    workers = choose_workers(source) if settings.image_rules is None else 1
-    for chunk in read_prompt_chunks(source, tokenizer, keys, settings, workers=workers):
+    for chunk in _map_prompts(source, handler):
         for prompt in chunk.prompts:
             if settings.vocab_size is not None and max(prompt.tokens, default=0) >= settings.vocab_size:
                 # before lengths, which another tokenizer makes too long
@@ -676,20 +673,21 @@ def read_prompt_chunks(
     tokenizer: PreTrainedTokenizerBase,
     keys: Sequence[str] | None,
     settings: PromptSettings,
-    *,
-    workers: int = 1,
 ) -> Iterator[PromptChunk]:
     """Yield raw rows as prompts, a chunk at a time; memory does not grow with the data. For arguments see `open_prompts`.
-
-    Args:
-        workers: processes that render and tokenize; 1 is this process.
 
     Raises:
         ValueError: no row can be read with these settings; a malformed row is in its chunk instead.
     """
     handler = _find_handler(source, tokenizer, keys, settings)
     if handler is not None:
-        yield from map_chunks(partial(_read_prompts, handler), source.chunks(), workers=workers)
+        yield from _map_prompts(source, handler)
+
+
+def _map_prompts(source: Source, handler: PromptHandler) -> Iterator[PromptChunk]:
+    """Yield raw rows as prompts; large data of text is rendered and tokenized by several processes."""
+    workers = 1 if handler.images is not None else choose_workers(source)
+    return map_chunks(partial(_read_prompts, handler), source.chunks(), workers=workers)
 
 
 def _find_handler(
@@ -773,7 +771,7 @@ def _read_prompts(handler: PromptHandler, chunk: Chunk) -> PromptChunk:
         except MalformedRowError as error:
             left_out.append(LeftOutRow(number, DropReason.MALFORMED, error))
             continue
-        tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
+        tokens = _join_turns(turns)
         text = "".join(join_text(side) for turn in draft.renderings[0].turns for side in (turn.source, turn.target))
         values = draft.note if handler.images is None else {**draft.note, IMAGES: References(one.key for one in stored)}
         prompts.append(RawPrompt(number, text, tokens, values))

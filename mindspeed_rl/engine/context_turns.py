@@ -57,18 +57,24 @@ def build_slices(ranks: dist.ProcessGroup, sizes: tuple[int, ...]) -> tuple[Cont
     mine = dist.get_process_group_ranks(ranks)
     members = [mine] * dist.get_world_size()
     dist.all_gather_object(members, mine)
-    slices: list[ContextSlice] = []
-    for size in sizes:
-        own: dist.ProcessGroup | None = None
-        # every rank must create all groups, in the same order
-        for others in sorted({tuple(other) for other in members}) if size > 1 else ():
-            for first in range(0, len(others), size):
-                group = dist.new_group(list(others[first : first + size]))
-                if dist.get_rank() in others[first : first + size]:
-                    assert isinstance(group, dist.ProcessGroup)  # groups of other ranks are ints
-                    own = group
-        slices.append(ContextSlice(size, ranks.rank() % size, own))
-    return tuple(slices)
+    groups = sorted({tuple(other) for other in members})
+    return tuple(
+        ContextSlice(size, ranks.rank() % size, _build_own_group(groups, size) if size > 1 else None) for size in sizes
+    )
+
+
+def _build_own_group(groups: Sequence[Sequence[int]], size: int) -> dist.ProcessGroup | None:
+    """Return this rank's group where each group of ranks is divided into those of a size; collective over the world."""
+    own: dist.ProcessGroup | None = None
+    # every rank must create all of them, in the same order
+    for ranks in groups:
+        for first in range(0, len(ranks), size):
+            members = list(ranks[first : first + size])
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                assert isinstance(group, dist.ProcessGroup)  # groups of other ranks are ints
+                own = group
+    return own
 
 
 def build_smaller_shapes(shape: BatchShape, smallest: int) -> tuple[BatchShape, ...]:

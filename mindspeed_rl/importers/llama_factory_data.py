@@ -11,12 +11,25 @@ from pathlib import Path
 from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import read_json
-from mindspeed_rl.importers.options import SourceCommand
+from mindspeed_rl.importers.options import Option, SourceCommand, each, part, refused, same, with_others
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.translators import describe_preprocessing, name_tokens
 
+_BY_PREPROCESSING = "it is a word of preprocessing"
+#: options of data, which MindSpeed-LLM's FSDP2 programs have from here
+OPTIONS: dict[str, Option] = {
+    **each("dataset dataset_dir", part("data_path")),
+    "cutoff_len": part("seq_length"),
+    "packing": part("pack", off="rows are not joined"),
+    "neat_packing": part("neat_pack reset_attention_mask reset_position_ids", off="rows are not joined"),
+    **each("mix_strategy interleave_probs", with_others("several data sets", off=_BY_PREPROCESSING, by_nature=True)),
+    "max_samples": with_others("the first rows of each data set", off=_BY_PREPROCESSING, by_nature=True),
+    "val_size": part("split", off="0: nothing is held back"),
+    "tool_format": refused("another form of tools than the template's"),
+    "ignore_pad_token_for_loss": same("padding has no part in the loss", True),
+}
 INFO_FILE = "dataset_info.json"
 #: folder of dataset_info.json without an option
 DATASET_DIR = "data"

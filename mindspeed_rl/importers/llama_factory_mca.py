@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.options import Option, SourceCommand, no_effect, refused, same, to, with_others
+from mindspeed_rl.importers.options import Option, SourceCommand, each, no_effect, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, Layout
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, has_experts
@@ -20,10 +20,6 @@ _OF_BRIDGE = "mixed_precision use_packed_sequences megatron_pretrained_checkpoin
 _BALANCED = re.compile(r"(?i)qwen|mixtral")
 _RECOMPUTATION = "recompute_granularity recompute_method recompute_num_layers recompute_modules"
 _FASTER = no_effect("it changes speed or memory, not numbers")
-
-
-def _each(names: str, record: Option) -> dict[str, Option]:
-    return dict.fromkeys(names.split(), record)
 
 
 #: its options, over those of a stage
@@ -40,12 +36,12 @@ TABLE: dict[str, Option] = {
     "virtual_pipeline_model_parallel_size": refused(
         "chunks of a stage by their number; num_layers_per_virtual_pipeline_stage has their layers", unless=(1,)
     ),
-    **_each(
+    **each(
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
         refused("stages of other sizes; num_layer_list has the layers of each"),
     ),
-    **_each(_RECOMPUTATION, with_others("what is computed again", off="nothing is computed again")),
-    **_each(
+    **each(_RECOMPUTATION, with_others("what is computed again", off="nothing is computed again")),
+    **each(
         "bias_activation_fusion apply_rope_fusion masked_softmax_fusion cross_entropy_loss_fusion moe_grouped_gemm "
         "moe_token_dispatcher_type moe_shared_expert_overlap moe_layer_recompute overlap_p2p_comm variable_seq_lengths "
         "accumulate_allreduce_grads_in_fp32 delay_grad_reduce ddp_average_in_collective ddp_bucket_size transformer_impl "
@@ -65,10 +61,13 @@ TABLE: dict[str, Option] = {
 
 def uses_mca(options: Mapping[str, object], environment: Mapping[str, str]) -> bool:
     """Return True for a command of mcore_adapter: by its variable, or by options of a layout without one of the bridge's."""
-    if environment.get("USE_MCA", "0") not in ("", "0", "false", "False") or options.get("use_mca"):
+
+    def is_on(variable: str) -> bool:
+        return environment.get(variable, "0") not in ("", "0", "false", "False")
+
+    if is_on("USE_MCA") or options.get("use_mca"):
         return True
-    of_bridge = environment.get("USE_MEGATRON_BRIDGE", "0") not in ("", "0", "false", "False")
-    bridge = of_bridge or options.get("use_megatron_bridge") or any(name in options for name in _OF_BRIDGE)
+    bridge = is_on("USE_MEGATRON_BRIDGE") or options.get("use_megatron_bridge") or any(name in options for name in _OF_BRIDGE)
     return not bridge and any(name in options for name in _OWN)
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mindspeed_rl.importers.llama_factory_data import OPTIONS as DATA_OPTIONS
 from mindspeed_rl.importers.llama_factory_weights import set_adam, set_base, set_tokenized
-from mindspeed_rl.importers.options import Option, by, no_effect, part, refused, same, to, with_others
+from mindspeed_rl.importers.options import Option, by, each, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, BATCH, ENGINE, LORA, RL, WARMUP
 from mindspeed_rl.importers.translators import set_output
 from mindspeed_rl.importers.trl import TRAINING_ARGUMENTS
 
 #: stage there -> table; a preference loss with a stage of its own here is a program of its own
 STAGES = ("pt", "sft", "rm", "dpo", "orpo", "simpo", "kto")
-
-
-def _each(names: str, record: Option) -> dict[str, Option]:
-    return dict.fromkeys(names.split(), record)
 
 
 _OTHER_WEIGHTS = "all weights train, or adapters"
@@ -32,7 +29,7 @@ _SHARED: dict[str, Option] = {
     "adapter_folder": refused("a folder of adapters; write the paths"),
     "trust_remote_code": to(f"{ENGINE}.trust_remote_code"),
     "model_revision": refused("a revision of the hub", unless=("main",)),
-    **_each(
+    **each(
         "resize_vocab add_tokens add_special_tokens new_special_tokens_config split_special_tokens",
         refused("other tokens than the tokenizer has"),
     ),
@@ -44,77 +41,68 @@ _SHARED: dict[str, Option] = {
     "moe_aux_loss_coef": to(f"{ACTOR}.moe_aux_loss_coeff"),
     "disable_gradient_checkpointing": with_others("recomputation of each layer, the default"),
     "gradient_checkpointing": no_effect("disable_gradient_checkpointing is read instead"),
-    **_each(
+    **each(
         "ref_model_quantization_bit reward_model_quantization_bit",
         refused("another model with quantized weights"),
     ),
-    **_each(
+    **each(
         "quantization_bit quantization_method quantization_type double_quantization",
         with_others("the plan's weights", off="off"),
     ),
     "quantization_device_map": no_effect("only quantization_bit reads it"),
-    **_each(
+    **each(
         "cache_dir use_fast_tokenizer low_cpu_mem_usage offload_folder print_param_status hf_hub_token ms_hub_token "
         "om_hub_token device_map model_max_length compute_dtype",
         no_effect("weights and tokenizer are read from the folder of the run file"),
     ),
-    **_each(
+    **each(
         "flash_attn use_unsloth use_unsloth_gc enable_liger_kernel use_reentrant_gc use_v1_kernels block_diag_attn "
         "upcast_layernorm upcast_lmhead_output",
         no_effect("the platform has one set of kernels; norms and losses are computed in fp32"),
     ),
-    **_each(
+    **each(
         "infer_backend infer_dtype use_kv_cache vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config "
         "sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend do_sample temperature top_p top_k "
         "num_beams max_length max_new_tokens repetition_penalty length_penalty skip_special_tokens",
         no_effect("training generates nothing"),
     ),
-    **_each(
+    **each(
         "export_dir export_size export_device export_quantization_bit export_quantization_dataset "
         "export_quantization_nsamples export_quantization_maxlen export_legacy_format export_hub_model_id",
         no_effect("only llamafactory-cli export reads it; mindspeed-rl convert writes a Hugging Face folder"),
     ),
-    **_each(
+    **each(
         "image_max_pixels image_min_pixels media_dir",
         with_others("the areas of images", off="a word of preprocessing where rows have images", by_nature=True),
     ),
-    **_each("image_do_pan_and_scan crop_to_patches", refused("images that are cut into parts")),
-    **_each(
+    **each("image_do_pan_and_scan crop_to_patches", refused("images that are cut into parts")),
+    **each(
         "video_max_pixels video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate",
         no_effect("data sets with videos or sounds are refused"),
     ),
-    **_each("use_kt kt_weight_path kt_config", with_others("the plan's weights", off="off")),
+    **each("use_kt kt_weight_path kt_config", with_others("the plan's weights", off="off")),
     "kt_use_lora_experts": refused("further experts that are adapters (KTransformers)"),
-    **_each(
+    **each(
         "kt_cpu_activation kt_non_expert_weight_path kt_expert_checkpoint_path kt_lora_expert_num "
         "kt_lora_expert_intermediate_size",
         no_effect("experts are computed on the devices, from the folder of the model"),
     ),
     # DataArguments
-    **_each("dataset dataset_dir", part("data_path")),
+    **DATA_OPTIONS,
     "template": with_others("the prompt type of preprocessing", off="it is a word of preprocessing", by_nature=True),
     "eval_dataset": part("eval_data_path"),
-    "cutoff_len": part("seq_length"),
-    "packing": part("pack", off="rows are not joined"),
-    "neat_packing": part("neat_pack reset_attention_mask reset_position_ids", off="rows are not joined"),
-    "mix_strategy": with_others("several data sets", off="it is a word of preprocessing", by_nature=True),
-    "interleave_probs": with_others("several data sets", off="it is a word of preprocessing", by_nature=True),
-    "max_samples": with_others("the first rows of each data set", off="it is a word of preprocessing", by_nature=True),
-    "val_size": part("split", off="0: nothing is held back"),
     "streaming": with_others("rows in the order of a buffer", off="off: rows are drawn from all of the data", by_nature=True),
     "tokenized_path": by(set_tokenized, "the tokens of preprocess, unless LLaMA-Factory has written some"),
     "default_system": with_others("system message of rows without one", off="it is a word of preprocessing", by_nature=True),
-    "tool_format": refused("another form of tools than the template's"),
-    "ignore_pad_token_for_loss": same("padding has no part in the loss", True),
     "preserve_thinking": with_others("thoughts of earlier answers", off="it is a word of preprocessing", by_nature=True),
     "enable_thinking": with_others(
         "the empty thought", off="it is a word of preprocessing, or the template has none", by_nature=True
     ),
-    **_each(
+    **each(
         "buffer_size overwrite_cache preprocessing_batch_size preprocessing_num_workers data_shared_file_system",
         no_effect("mindspeed-rl preprocess writes tokens once"),
     ),
-    **_each(
+    **each(
         "eval_num_beams eval_on_each_dataset compute_accuracy predict_with_generate generation_max_length generation_num_beams "
         "generation_config sortish_sampler",
         no_effect("a run evaluates on megatron_training.eval_data_path, every eval_interval iterations"),
@@ -130,39 +118,39 @@ _SHARED: dict[str, Option] = {
     "logging_steps": to(f"{ACTOR}.log_interval", default=500),
     "bf16": with_others("the format of computations", off="weights have fp32 main copies, and compute in bf16", by_nature=True),
     "pure_bf16": with_others("the plan's weights", off="off"),
-    **_each("per_device_train_batch_size gradient_accumulation_steps", part(BATCH)),
+    **each("per_device_train_batch_size gradient_accumulation_steps", part(BATCH)),
     "learning_rate": part("lr"),
-    **_each("lr_scheduler_type lr_scheduler_kwargs", part("lr_decay_style min_lr")),
-    **_each("warmup_steps warmup_ratio", part(WARMUP, off="no warm-up")),
+    **each("lr_scheduler_type lr_scheduler_kwargs", part("lr_decay_style min_lr")),
+    **each("warmup_steps warmup_ratio", part(WARMUP, off="no warm-up")),
     "max_steps": part("train_iters", off="-1: num_train_epochs is read"),
     "num_train_epochs": part("train_epochs", off="max_steps is read instead"),
     "save_steps": part("save_interval", off="the last checkpoint is always written"),
     "save_strategy": with_others("save_interval", off="see save_interval; the last checkpoint is always written"),
-    **_each(
+    **each(
         "ray_num_workers ray_init_kwargs master_addr master_port ray_run_name ray_storage_path ray_storage_filesystem "
         "resources_per_worker placement_strategy",
         no_effect("the number of devices is num_npus; processes and their groups follow from the run file"),
     ),
-    **_each(
+    **each(
         "enable_torch_profiler profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps "
         "profiler_repeat profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules",
         no_effect("profiler_config records a profile"),
     ),
     "fp8": with_others("the plan's weights", off="off"),
-    **_each("fp8_backend fp8_enable_fsdp_float8_all_gather", with_others("the plan's weights", off="off")),
+    **each("fp8_backend fp8_enable_fsdp_float8_all_gather", with_others("the plan's weights", off="off")),
     # FinetuningArguments
     "stage": with_others("stage"),
     "finetuning_type": with_others(LORA, off=_OTHER_WEIGHTS, by_nature=True),
-    **_each("lora_target lora_rank lora_alpha lora_dropout", part(LORA, off="all weights train")),
+    **each("lora_target lora_rank lora_alpha lora_dropout", part(LORA, off="all weights train")),
     "additional_target": refused("fully trained modules next to adapters"),
     "loraplus_lr_ratio": with_others("the plan's adapter_form", off="off"),
     "loraplus_lr_embedding": no_effect("only loraplus_lr_ratio reads it"),
     "use_rslora": refused("rank-stabilized LoRA"),
     "use_dora": with_others("the plan's adapter_form", off="off"),
     "pissa_init": with_others("the plan's adapter_start", off="off"),
-    **_each("pissa_iter pissa_convert", no_effect("only pissa_init reads it")),
-    **_each("module_dropout oft_rank oft_block_size oft_target", no_effect("only finetuning_type oft reads it")),
-    **_each(
+    **each("pissa_iter pissa_convert", no_effect("only pissa_init reads it")),
+    **each("module_dropout oft_rank oft_block_size oft_target", no_effect("only finetuning_type oft reads it")),
+    **each(
         "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
         no_effect("only finetuning_type freeze reads it"),
     ),
@@ -171,7 +159,7 @@ _SHARED: dict[str, Option] = {
     "use_badam": with_others("the plan's optimizer_state", off="off"),
     "use_adam_mini": with_others("the plan's optimizer_state", off="off"),
     "use_muon": with_others("optimizer: muon, and the plan's optimizer_state", off="off"),
-    **_each(
+    **each(
         "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target "
         "apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise "
         "apollo_scale_front badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio "
@@ -179,11 +167,11 @@ _SHARED: dict[str, Option] = {
         no_effect("it belongs to an optimizer that is off"),
     ),
     "use_llama_pro": refused("LLaMA-Pro"),
-    **_each(
+    **each(
         "use_mca use_megatron_bridge use_hyper_parallel", refused("another engine of LLaMA-Factory with options of its own")
     ),
-    **_each("hyper_parallel_args hyper_parallel_cp_size", no_effect("only use_hyper_parallel reads it")),
-    **_each(
+    **each("hyper_parallel_args hyper_parallel_cp_size", no_effect("only use_hyper_parallel reads it")),
+    **each(
         "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
         "virtual_pipeline_model_parallel_size sequence_parallel recompute_granularity recompute_method recompute_num_layers "
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split bias_activation_fusion apply_rope_fusion "
@@ -199,12 +187,12 @@ _SHARED: dict[str, Option] = {
     "freeze_multi_modal_projector": with_others("freeze_aligner", off="the projector does not train", by_nature=True),
     "disable_shuffling": to(f"{ACTOR}.no_shuffle"),
     "early_stopping_steps": refused("it counts steps; megatron_training.eval_patience counts evaluations without a new best"),
-    **_each(
+    **each(
         "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir "
         "swanlab_lark_webhook_url swanlab_lark_secret plot_loss include_effective_tokens_per_second",
         no_effect("metrics of every iteration go to the console, metrics.jsonl and the trackers"),
     ),
-    **_each(
+    **each(
         "ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards reward_model reward_model_adapters "
         "reward_model_type",
         no_effect("only stage ppo reads it"),
@@ -218,7 +206,7 @@ _OF_SFT: dict[str, Option] = {
     "use_dft_loss": part("sft_loss_type", off="off: -log p of each token"),
     "use_asft_loss": refused("the ASFT loss"),
     "use_eaft_loss": refused("the EAFT loss"),
-    **_each("asft_alpha eaft_alpha", no_effect("it belongs to a loss that is off")),
+    **each("asft_alpha eaft_alpha", no_effect("it belongs to a loss that is off")),
 }
 _OF_PAIRS: dict[str, Option] = {
     "pref_beta": part("dpo_beta simpo_beta orpo_lambda kto_beta", off="the loss has no such number"),
@@ -254,12 +242,12 @@ def _build_table(stage: str) -> dict[str, Option]:
         if stage in stages:
             table |= group
     if stage == "pt":
-        table |= _each("template enable_thinking preserve_thinking", no_effect("documents have no template"))
+        table |= each("template enable_thinking preserve_thinking", no_effect("documents have no template"))
         # joined rows are what the stage has
         table["packing"] = same("documents are joined and cut into samples", True, None)
         table["neat_packing"] = refused("documents that are joined and do not see each other; write reset_attention_mask")
     elif stage != "sft":
-        table |= _each("packing neat_packing", no_effect("only stages pt and sft read it"))
+        table |= each("packing neat_packing", no_effect("only stages pt and sft read it"))
     return table
 
 

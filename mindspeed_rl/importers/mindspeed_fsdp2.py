@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.llama_factory_data import OPTIONS as DATA_OPTIONS
 from mindspeed_rl.importers.llama_factory_data import describe_data
 from mindspeed_rl.importers.options import (
     Option,
     SourceCommand,
     by,
+    each,
     no_effect,
     part,
     read_count,
@@ -59,10 +61,6 @@ _OTHER_MODELS = {
 }
 
 
-def _each(names: str, record: Option) -> dict[str, Option]:
-    return dict.fromkeys(names.split(), record)
-
-
 def _choose_model(run: Import, option: str, value: object) -> None:
     """Note the module of a model, which computes what the published model does; refuse others by name."""
     if str(value) in _OTHER_MODELS:
@@ -84,35 +82,28 @@ _TABLES: dict[str, dict[str, Option]] = {
         "trust_remote_code": to(f"{ENGINE}.trust_remote_code"),
         "train_from_scratch": refused("weights that start at random; leave megatron_training.load out of the run file"),
         "model_revision": refused("a revision of the hub", unless=("main",)),
-        **_each(
+        **each(
             "resize_vocab split_special_tokens add_tokens add_special_tokens new_special_tokens_config",
             refused("other tokens than the tokenizer has"),
         ),
         "init_special_tokens": no_effect("only added tokens read it"),
         "quant_recipe_name": with_others("the plan's weights", off="off"),
-        **_each(
+        **each(
             "quant_apply_modules quant_ignored_modules quant_converters enable_fsdp_low_precision_all_gather "
             "fsdp_low_precision_all_gather_mode",
             no_effect("only quant_recipe_name reads it"),
         ),
-        **_each(
+        **each(
             "init_model_with_meta_device cache_dir use_fast_tokenizer hf_hub_token ms_hub_token om_hub_token",
             no_effect("weights and tokenizer are read from the folder of the run file"),
         ),
     },
     "data": {
-        **_each("dataset dataset_dir", part("data_path")),
+        **DATA_OPTIONS,
         "data_manager_type": with_others("rows of answers, or documents", off="the stage decides it", by_nature=True),
         "template": with_others("the prompt type of preprocessing", off="documents have no template", by_nature=True),
-        "cutoff_len": part("seq_length"),
-        "packing": part("pack", off="rows are not joined"),
-        "neat_packing": part("neat_pack reset_attention_mask reset_position_ids", off="rows are not joined"),
-        "mix_strategy": with_others("several data sets", off="it is a word of preprocessing", by_nature=True),
-        "interleave_probs": with_others("several data sets", off="it is a word of preprocessing", by_nature=True),
-        "max_samples": with_others("the first rows of each data set", off="it is a word of preprocessing", by_nature=True),
         "default_system": with_others("system message", off="it is a word of preprocessing", by_nature=True),
         "enable_thinking": with_others("the empty thought", off="it is a word of preprocessing", by_nature=True),
-        "val_size": part("split", off="0: nothing is held back"),
         "split": with_others("split = value", off="only documents read it"),
         "reset_attention_mask": with_others("reset_attention_mask = value", off="only documents read it"),
         "append_eod": with_others("--append-eod of preprocessing", off="it is a word of preprocessing", by_nature=True),
@@ -120,11 +111,9 @@ _TABLES: dict[str, dict[str, Option]] = {
         "mask_history": refused("rows of which only the last answer trains"),
         "streaming": refused("rows in the order of a buffer; leave it out, and preprocessing writes all of them"),
         "tokenized_path": refused("tokens that MindSpeed-LLM wrote"),
-        "tool_format": refused("another form of tools than the template's"),
-        "ignore_pad_token_for_loss": same("padding has no part in the loss", True),
-        **_each("eval_dataset eval_num_beams eval_on_each_dataset", no_effect("the program evaluates nothing")),
+        **each("eval_dataset eval_num_beams eval_on_each_dataset", no_effect("the program evaluates nothing")),
         "dataloader_type": same("one row after another", "single"),
-        **_each(
+        **each(
             "buffer_size overwrite_cache preprocessing_batch_size preprocessing_num_workers data_shared_file_system "
             "create_attention_mask_in_dataloader",
             no_effect("mindspeed-rl preprocess writes tokens once"),
@@ -139,11 +128,11 @@ _TABLES: dict[str, dict[str, Option]] = {
         "recompute": by(set_recomputation, "each layer"),
         "param_dtype": to(f"{ACTOR}.bf16", values={"bf16": True, "fp32": False}, default="bf16"),
         "reduce_dtype": no_effect("gradients are reduced in fp32", "bf16", "fp32"),
-        **_each(
+        **each(
             "ep_size ep_fsdp_size ep_modules ep_fsdp_modules ep_dispatcher efsdp_shard_placement_fn",
             no_effect("engine fsdp divides the stacked experts over all devices; Megatron's key is expert_model_parallel_size"),
         ),
-        **_each(
+        **each(
             "fsdp_modules ignored_modules reshard_after_forward shard_placement_fn hook_modules fsdp_implementation "
             "tp_colwise tp_rowwise recompute_modules num_to_forward_prefetch num_to_backward_prefetch enable_chunk_batch "
             "chunk_mbs chunk_mbs_batch_dim chunk_mbs_modules chunk_mbs_arg_indexs chunk_mbs_kwarg_names",
@@ -163,7 +152,7 @@ _TABLES: dict[str, dict[str, Option]] = {
         "adam_beta2": to(f"{ACTOR}.adam_beta2", default=0.95),
         "adam_epsilon": to(f"{ACTOR}.adam_eps", default=1e-8),
         "max_grad_norm": to(f"{ACTOR}.clip_grad", default=1.0),
-        **_each("per_device_train_batch_size gradient_accumulation_steps", part(BATCH)),
+        **each("per_device_train_batch_size gradient_accumulation_steps", part(BATCH)),
         "max_steps": part("train_iters", off="-1: num_train_epochs is read"),
         "num_train_epochs": part("train_epochs", off="max_steps is read instead"),
         "disable_shuffling": with_others("no_shuffle = value", off="documents are always drawn at random", by_nature=True),
@@ -182,14 +171,14 @@ _TABLES: dict[str, dict[str, Option]] = {
             "a checkpoint of MindSpeed-LLM's FSDP2 programs; the Hugging Face weights that they write start a run"
         ),
         "logging_steps": to(f"{ACTOR}.log_interval", default=1),
-        **_each("log_throughput log_cpu_memory", no_effect("metrics of every iteration go to the console and metrics.jsonl")),
+        **each("log_throughput log_cpu_memory", no_effect("metrics of every iteration go to the console and metrics.jsonl")),
         "deterministic": no_effect("npu_deterministic is our key for kernels that repeat their results bit by bit"),
-        **_each(
+        **each(
             "dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory dataloader_persistent_workers",
             no_effect("rows are read from token files"),
         ),
         "dataloader_drop_last": with_others("the length of an epoch", off="max_steps is read instead", by_nature=True),
-        **_each(
+        **each(
             "profile profile_step_start profile_step_end profile_ranks profile_level profile_export_type "
             "profile_data_simplification profile_with_cpu profile_with_stack profile_with_memory profile_record_shapes "
             "profile_save_path",
@@ -200,7 +189,7 @@ _TABLES: dict[str, dict[str, Option]] = {
         "fix_router": with_others("the plan's routing"),
         "pre_tokens": same("attention reads all tokens before", 1048576),
         "next_tokens": same("attention reads no later token", 0),
-        **_each(
+        **each(
             "use_fused_rmsnorm moe_grouped_gemm use_fused_rotary_pos_emb use_flash_attn use_sparse_flash_attn "
             "use_fused_lightning_indexer use_fused_lightning_indexer_loss use_ascend_mhc use_triton_swiglu_limit "
             "use_triton_gdn use_flash_gdn gdn_chunk_size chunk_loss_size use_triton_rmsnormgated",

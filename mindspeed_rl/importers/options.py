@@ -109,6 +109,11 @@ def refused(feature: str, *, unless: tuple[object, ...] = ()) -> Option:
     return Option("refused", text=feature, harmless=unless)
 
 
+def each(names: str, record: Option) -> dict[str, Option]:
+    """Return the same record for several names with blanks between them."""
+    return dict.fromkeys(names.split(), record)
+
+
 @dataclass(frozen=True)
 class SourceCommand:
     """A command of another project, read and not yet translated.

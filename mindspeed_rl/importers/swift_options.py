@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from mindspeed_rl.importers.options import UNSET, Option, by, no_effect, part, refused, same, to, with_others
+from mindspeed_rl.importers.options import UNSET, Option, by, each, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, BATCH, CLIP, ENGINE, KL, LORA, PREDICTION, RL, SAMPLING, WARMUP
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command
@@ -28,11 +28,6 @@ CORRECTIONS: dict[object, object] = {
     "sequence_truncate": "geometric_truncate",
     "sequence_mask": "token_geometric_mask",
 }
-
-
-def _each(names: str, record: Option) -> dict[str, Option]:
-    """Return the same record for several names."""
-    return dict.fromkeys(names.split(), record)
 
 
 def _keep(run: Import, option: str, value: object) -> None:
@@ -278,12 +273,12 @@ _KEYS: dict[str, Option] = {
 #: read by `build` together with others
 _TOGETHER: dict[str, Option] = {
     "rlhf_type": part("stage"),
-    **_each(
+    **each(
         "per_device_train_batch_size gradient_accumulation_steps micro_batch_size global_batch_size num_generations "
         "generation_batch_size steps_per_generation num_iterations num_ppo_epochs num_mini_batches",
         part(BATCH),
     ),
-    **_each("max_steps train_iters", part("train_iters")),
+    **each("max_steps train_iters", part("train_iters")),
     "num_train_epochs": part("train_epochs train_iters"),
     "save_steps": part("save_interval", off=_WRITTEN),
     "eval_steps": part("eval_interval", off=_WRITTEN),
@@ -292,33 +287,33 @@ _TOGETHER: dict[str, Option] = {
     "dataset": part("data_path"),
     "val_dataset": part("eval_data_path"),
     "split_dataset_ratio": part("split eval_data_path", off="no rows are held back", by_nature=True),
-    **_each("model_author model_name", with_others("words of self-cognition")),
-    **_each("learning_rate lr", part("lr")),
-    **_each(
+    **each("model_author model_name", with_others("words of self-cognition")),
+    **each("learning_rate lr", part("lr")),
+    **each(
         "lr_scheduler_type lr_decay_style lr_scheduler_kwargs min_lr",
         part("lr_decay_style min_lr"),
     ),
-    **_each("warmup_steps warmup_ratio lr_warmup_iters lr_warmup_fraction", part(WARMUP, off="no warm-up")),
+    **each("warmup_steps warmup_ratio lr_warmup_iters lr_warmup_fraction", part(WARMUP, off="no warm-up")),
     "lr_decay_iters": part("lr_decay_iters", off="the length of the run", by_nature=True),
-    **_each("max_grad_norm clip_grad", part("clip_grad")),
-    **_each(
+    **each("max_grad_norm clip_grad", part("clip_grad")),
+    **each(
         "tuner_type target_modules lora_rank lora_alpha lora_dropout",
         part(f"{LORA} dropout_in_update", off="all weights train"),
     ),
     "loss_type": part("loss_type dpo_loss_type kto_loss_type"),
     "loss_scale": with_others("tokens that train"),
-    **_each("epsilon epsilon_high", part(CLIP, off="the loss clips nothing")),
+    **each("epsilon epsilon_high", part(CLIP, off="the loss clips nothing")),
     "cliprange": part("clip_ratio adv_estimator loss_type"),
     "kl_in_reward": part("use_kl_in_reward"),
     "beta": part(f"{KL} dpo_beta simpo_beta cpo_beta orpo_lambda kto_beta distillation.beta"),
     "gkd_logits_topk": part("distillation.topk distillation.topk_rest", off="GKD reads it"),
-    **_each("lmbda sft_alpha", with_others("the data of GKD", off="GKD reads it")),
+    **each("lmbda sft_alpha", with_others("the data of GKD", off="GKD reads it")),
     "kl_coef": part(KL),
-    **_each("advantage_estimator scale_rewards", part("adv_estimator scale_rewards")),
-    **_each("reward_funcs reward_weights", part("reward_funcs reward_weights", off="with the rewards")),
+    **each("advantage_estimator scale_rewards", part("adv_estimator scale_rewards")),
+    **each("reward_funcs reward_weights", part("reward_funcs reward_weights", off="with the rewards")),
     "reward_model_plugin": part("judge_url judge_model judge_weight", off="with the rewards"),
     "reward_model": part("reward_model reward_model_weight", off="with the rewards"),
-    **_each(
+    **each(
         "vllm_mode vllm_server_host vllm_server_port vllm_server_base_url",
         part("rollout_resource.num_npus use_integrated_worker vllm_server_host vllm_server_port", off=_COLOCATED),
     ),
@@ -333,7 +328,7 @@ _TOGETHER: dict[str, Option] = {
     "calculate_KL": with_others("follows from the loss", off="as the loss has it", by_nature=True),
     "packing": part("pack neat_pack reset_attention_mask reset_position_ids", off="rows are not joined"),
     "packing_length": with_others("seq_length", off="--packing reads it"),
-    **_each("max_new_tokens response_length", part("sampling_config.max_tokens")),
+    **each("max_new_tokens response_length", part("sampling_config.max_tokens")),
     "max_epochs": with_others("num_train_epochs by an earlier name"),
 }
 
@@ -355,14 +350,14 @@ _SAME: dict[str, Option] = {
     "completion_length_limit_scope": same("max_completion_length counts one turn", "per_round"),
     "train_sampling_strategy": with_others("the plan's row_order"),
     "weight_decay_incr_style": same("weight decay is constant", "constant"),
-    **_each("main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype", with_others("formats of the plan's weights")),
+    **each("main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype", with_others("formats of the plan's weights")),
     "sequence_packing_scheduler": same("rows are balanced over replicas", None),
     "reward_template": same("the reward model's own chat template is read", None, []),
 }
 
 #: they change objective, data, reward, model, modality or the number of updates, and are not available
 _REFUSED: dict[str, Option] = {
-    **_each(
+    **each(
         "teacher_model teacher_model_server",
         part(" ".join(f"distillation.{name}" for name in _TEACHER.split())),
     ),
@@ -371,8 +366,8 @@ _REFUSED: dict[str, Option] = {
     "teacher_deepspeed": no_effect("the teacher has the actor's layout; teacher_config gives it another"),
     "advantage_reweight": refused("RLSD: advantages that a teacher weighs"),
     "sdar_loss_coef": refused("SDAR: a distillation loss next to the policy loss"),
-    **_each("chord_sft_dataset chord_enable_phi_function", refused("CHORD: a supervised loss next to the policy loss")),
-    **_each("use_gym_env gym_env", with_others("environment, by its name in a file of external_plugins")),
+    **each("chord_sft_dataset chord_enable_phi_function", refused("CHORD: a supervised loss next to the policy loss")),
+    **each("use_gym_env gym_env", with_others("environment, by its name in a file of external_plugins")),
     "agent_template": with_others("the form of tools"),
     "loss_weights": refused("a sum of several preference losses"),
     "ld_alpha": refused("length-desensitized DPO"),
@@ -387,38 +382,38 @@ _REFUSED: dict[str, Option] = {
     "neftune_noise_alpha": with_others("the plan's embedding_noise", off="off"),
     "label_smoothing_factor": refused("label smoothing of the cross entropy"),
     "fp16": refused("training in fp16"),
-    **_each(
+    **each(
         "fp8_format fp8_param_gather fp4_format fp4_param_gather quant_method quant_bits bnb_4bit_compute_dtype",
         with_others("formats of the plan's weights"),
     ),
     "vllm_quantization": by(set_rollout_format, "quantization, int8 or ascend"),
     "use_dora": with_others("the plan's adapter_form", off="off"),
     "use_galore": with_others("the plan's optimizer_state", off="off"),
-    **_each("use_rslora use_swift_lora lorap_lr_ratio", refused("this form of adapters")),
-    **_each("target_regex target_parameters modules_to_save init_strategy", refused("this choice of adapted layers")),
+    **each("use_rslora use_swift_lora lorap_lr_ratio", refused("this form of adapters")),
+    **each("target_regex target_parameters modules_to_save init_strategy", refused("this choice of adapted layers")),
     "init_weights": with_others("the plan's adapter_start"),
-    **_each(
+    **each(
         "freeze_parameters freeze_parameters_regex freeze_parameters_ratio trainable_parameters trainable_parameters_regex "
         "freeze_llm lisa_activated_layers optim_target_modules",
         refused("training of a part of the weights"),
     ),
-    **_each("adapters ref_adapters", with_others("a start from adapters")),
+    **each("adapters ref_adapters", with_others("a start from adapters")),
     "reward_adapters": refused("a reward model with adapters; write reward_config.load and reward_config.base_model"),
-    **_each("mcore_adapter mcore_ref_adapter", refused("adapters in Megatron's format; --adapters takes a PEFT folder")),
+    **each("mcore_adapter mcore_ref_adapter", refused("adapters in Megatron's format; --adapters takes a PEFT folder")),
     "mcore_ref_model": refused("a reference in Megatron's format; write ref_config.load"),
     **{name: to(f"{ACTOR}.{name}") for name in ("vit_lr", "aligner_lr", "max_pixels", "freeze_vit", "freeze_aligner")},
     "vllm_limit_mm_per_prompt": by(_limit_media, "limit_mm_image_per_prompt"),
     "norm_bbox": refused("boxes of objects in images"),
     "language_model_only": no_effect("models of text"),
-    **_each("num_labels problem_type mrl_dims", refused("models that classify or embed")),
-    **_each("cached_dataset cached_val_dataset interleave_prob custom_dataset_info", refused("this form of datasets")),
+    **each("num_labels problem_type mrl_dims", refused("models that classify or embed")),
+    **each("cached_dataset cached_val_dataset interleave_prob custom_dataset_info", refused("this form of datasets")),
     "streaming": with_others("the order of rows"),
     "custom_register_path": refused("models, templates or datasets that a file registers"),
-    **_each("new_special_tokens response_prefix", refused("a changed model or template")),
+    **each("new_special_tokens response_prefix", refused("a changed model or template")),
     "rope_scaling": with_others("the plan's layers"),
     "template": with_others("the chat template of the model"),
     "use_chat_template": with_others("the stage decides it"),
-    **_each(
+    **each(
         "decision_drop_instructions decision_shuffle_fields decision_state_as_text decision_subsample_options",
         refused("rows that are changed while they are read"),
     ),
@@ -429,20 +424,20 @@ _REFUSED: dict[str, Option] = {
     "group_by_length": with_others("the plan's row_order"),
     "data_sharding": no_effect("rows are drawn over the whole dataset"),
     "model_kwargs": refused("arguments of from_pretrained"),
-    **_each("model_revision ref_model_revision", refused("a revision of the hub", unless=("main", "master"))),
+    **each("model_revision ref_model_revision", refused("a revision of the hub", unless=("main", "master"))),
     "muon_coefficient_type": same("Newton-Schulz by the quintic coefficients", "quintic"),
     "muon_scalar_optimizer": same("AdamW for what is not a matrix", "adam"),
-    **_each("muon_lr muon_min_lr", refused("a rate of matrices other than lr; muon_extra_scale_factor scales it")),
+    **each("muon_lr muon_min_lr", refused("a rate of matrices other than lr; muon_extra_scale_factor scales it")),
     "optim_args": refused("further arguments of the optimizer"),
-    **_each("start_weight_decay end_weight_decay", refused("a weight decay that changes")),
-    **_each("lr_wsd_decay_iters", refused("a length of the last part of a WSD schedule")),
+    **each("start_weight_decay end_weight_decay", refused("a weight decay that changes")),
+    **each("lr_wsd_decay_iters", refused("a length of the last part of a WSD schedule")),
     "apply_wd_to_qk_layernorm": refused("weight decay of layer norms"),
-    **_each("mtp_num_layers mtp_loss_scaling_factor", part(PREDICTION)),
+    **each("mtp_num_layers mtp_loss_scaling_factor", part(PREDICTION)),
     "mtp_shared_weights": refused("one prediction layer that predicts several tokens"),
     "mtp_decoder_input_detach": refused("prediction layers whose loss leaves out the embedding, and no other weight"),
     "dsa_indexer_loss_coeff": refused("indexers trained on all tokens; megatron_training has the key for the chosen ones"),
-    **_each("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", with_others("the plan's expert_capacity")),
-    **_each(
+    **each("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", with_others("the plan's expert_capacity")),
+    **each(
         "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
         "account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
         no_effect("layers of the stages change no result; write num_layer_list for them"),
@@ -450,7 +445,7 @@ _REFUSED: dict[str, Option] = {
     "perform_initialization": refused("training from random weights by this option"),
     "megatron_extra_kwargs": refused("further arguments of Megatron"),
     "vllm_speculative_config": by(_drafts, "speculative_config"),
-    **_each("vllm_pipeline_parallel_size", refused("pipeline parallelism of the engine", unless=(1,))),
+    **each("vllm_pipeline_parallel_size", refused("pipeline parallelism of the engine", unless=(1,))),
     "num_beams": refused("beam search in a rollout", unless=(1,)),
     "min_p": to(f"{SAMPLING}.min_p"),
     "accelerator_config": refused("settings of accelerate's loader"),
@@ -471,7 +466,7 @@ _REFUSED: dict[str, Option] = {
 
 #: they change nothing here
 _NONE: dict[str, Option] = {
-    **_each(
+    **each(
         "attn_impl attention_backend vit_attn_impl experts_impl use_liger_kernel liger_kernel_config torch_compile "
         "torch_compile_backend torch_compile_mode tf32 masked_softmax_fusion bias_dropout_fusion bias_activation_fusion "
         "apply_rope_fusion gradient_accumulation_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl "
@@ -480,19 +475,19 @@ _NONE: dict[str, Option] = {
         "te_rng_tracker",
         _KERNELS,
     ),
-    **_each("fsdp fsdp_config", with_others("the training engine", off="nothing is trained")),
-    **_each(
+    **each("fsdp fsdp_config", with_others("the training engine", off="nothing is trained")),
+    **each(
         "use_megatron_fsdp strict_fsdp_dtensor_load data_parallel_sharding_strategy zero_hpz_partition_size use_flash_ckpt",
         no_effect("it changes where weights are, not numbers; use_distributed_optimizer spreads optimizer state"),
     ),
-    **_each(
+    **each(
         "ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout "
         "local_rank device_map device_groups max_memory use_ray ray_exp_name nccl_comm_warmup skip_megatron_init "
         "overlap_p2p_comm batch_p2p_comm align_param_gather align_grad_reduce overlap_param_gather_with_optimizer_step "
         "microbatch_group_size_per_vp_stage data_parallel_random_init use_cpu_initialization",
         _PROCESSES,
     ),
-    **_each(
+    **each(
         "logging_steps logging_strategy logging_first_step logging_dir logging_nan_inf_filter log_level log_level_replica "
         "log_on_each_node log_entropy log_interval disable_tqdm include_num_input_tokens_seen skip_memory_metrics project "
         "tensorboard_dir tensorboard_queue_size wandb_log_unique_prompts trackio_bucket_id trackio_space_id "
@@ -501,7 +496,7 @@ _NONE: dict[str, Option] = {
         "verbose",
         _LOGS,
     ),
-    **_each(
+    **each(
         "eval_strategy eval_delay eval_on_start eval_accumulation_steps eval_dataset eval_dataset_args eval_do_concat_batches "
         "eval_generation_config eval_limit eval_metric eval_use_evalscope eval_use_gather_object eval_iters extra_eval_args "
         "per_device_eval_batch_size batch_eval_metrics bf16_full_eval fp16_full_eval prediction_loss_only do_eval do_predict "
@@ -509,15 +504,15 @@ _NONE: dict[str, Option] = {
         "generation_max_length generation_num_beams generation_config val_dataset_shuffle val_dataset_sample label_names",
         _EVALS,
     ),
-    **_each(
+    **each(
         "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
         "dataloader_multiprocessing_context dataloader_drop_last dataloader_in_order dataset_num_proc load_from_cache_file "
         "packing_num_proc packing_strategy lazy_tokenize remove_unused_columns shuffle_buffer_size download_mode strict "
         "length_column_name sortish_sampler disable_auto_column_mapping write_batch_size ignore_data_skip",
         _LOADER,
     ),
-    **_each("push_to_hub hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token use_hf", _HUB),
-    **_each(
+    **each("push_to_hub hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token use_hf", _HUB),
+    **each(
         "save_on_each_node save_only_model safe_serialization max_shard_size create_checkpoint_symlink enable_jit_checkpoint "
         "add_version save_missing_weights use_persistent_ckpt_worker dist_ckpt_save_pre_mcore_014 "
         "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient "
@@ -525,30 +520,30 @@ _NONE: dict[str, Option] = {
         no_effect("checkpoints are complete, and can be resumed from under any layout"),
     ),
     "sleep_level": no_effect("the engine always gives its memory back while the model trains, where the platform can"),
-    **_each(
+    **each(
         "move_model_batches offload_bridge ds3_gather_for_generation enable_flattened_weight_sync vllm_disable_cascade_attn "
         "vllm_disable_custom_all_reduce vllm_mm_processor_cache_gb vllm_reasoning_parser "
         "vllm_max_lora_rank vllm_data_parallel_size vllm_server_group_port vllm_server_pass_dataset use_cache max_batch_size "
         "context_manager use_logits_to_keep local_rollout_forward_batch_size max_model_len",
         no_effect("the engine and its weight sync have these settings from the run file"),
     ),
-    **_each(
+    **each(
         "gradient_checkpointing_kwargs vit_gradient_checkpointing vit_gradient_checkpointing_kwargs torch_empty_cache_steps "
         "moe_layer_recompute mhc_recompute_layer_num manual_gc manual_gc_eval manual_gc_steps "
         "accumulate_allreduce_grads_in_fp32 apply_query_key_layer_scaling full_determinism debug offload_teacher_model",
         no_effect("it changes memory or speed, not what is computed"),
     ),
-    **_each(
+    **each(
         "model_type reward_model_revision ref_model_type teacher_model_type teacher_model_revision check_model "
         "local_repo_path bridge_backend engram_tokenizer_map hqq_axis ignore_args_error tuner_backend "
         "lora_dtype padding_side data_seed callbacks reranker_use_activation",
         no_effect("the model's files, the seed and the run file decide it"),
     ),
-    **_each(
+    **each(
         "add_non_thinking_prefix disable_ignore_empty_think",
         with_others("words of preprocessing", off="it is for answers of hybrid models in supervised stages"),
     ),
-    **_each(
+    **each(
         "adalora_beta1 adalora_beta2 adalora_deltaT adalora_init_r adalora_orth_reg_weight adalora_target_r adalora_tfinal "
         "adalora_tinit adapter_act adapter_length boft_block_num boft_block_size boft_dropout boft_n_butterfly_factor "
         "bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant fourier_n_frequency fourier_scaling "
@@ -560,13 +555,13 @@ _NONE: dict[str, Option] = {
         "vera_projection_prng_key vera_rank",
         no_effect("it belongs to a tuner that tuner_type refuses"),
     ),
-    **_each(
+    **each(
         "muon_fp32_matmul_prec sgd_momentum "
         "lr_wsd_decay_style fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe "
         "dsa_indexer_use_sparse_loss",
         no_effect("it belongs to an optimizer, schedule or format that is refused"),
     ),
-    **_each(
+    **each(
         "chord_mu_decay_steps chord_mu_peak chord_mu_valley chord_mu_warmup_steps chord_sft_per_device_train_batch_size "
         "rlsd_lambda rlsd_lambda_decay_steps rlsd_lambda_warmup_steps rlsd_negative_only rlsd_reweight_clip_range "
         "sdar_gate_beta discopop_tau",
@@ -574,12 +569,12 @@ _NONE: dict[str, Option] = {
     ),
     "vf_coef": no_effect("the critic has an optimizer of its own, whose steps do not depend on a factor of the loss"),
     "num_sample_generations": no_effect("log_completions writes responses"),
-    **_each(
+    **each(
         "host port served_model_name owned_by api_key ssl_certfile ssl_keyfile max_logprobs logprobs top_logprobs stream "
         "result_path",
         no_effect("an option of serving: see the command that is printed"),
     ),
-    **_each(
+    **each(
         "lmdeploy_cache_max_entry_count lmdeploy_quant_policy lmdeploy_session_len lmdeploy_tp lmdeploy_vision_batch_size "
         "sglang_context_length sglang_disable_cuda_graph sglang_disable_custom_all_reduce sglang_dp_size "
         "sglang_enable_dp_attention sglang_enable_ep_moe sglang_ep_size sglang_kv_cache_dtype sglang_mem_fraction_static "

@@ -142,7 +142,7 @@ class DistillationKeys:
         "column of the prompts with the text or messages that the teachers read in place of the prompt",
         "数据列，其文本或消息由教师代替 prompt 来读", needs=_DISTILLS, elsewhere="teacher_prompt", on_resume="exact")
     on_policy_fraction: float = key(1.0,
-        "probability that the student samples the responses of an iteration; otherwise they are those of the data (GKD)",
+        "probability that the student samples the responses of an iteration; otherwise they come from the data set (GKD)",
         "一次迭代的回答由学生采样的概率；否则用数据集自带的回答（GKD）", range=Range.FRACTION, needs=_DISTILLS,
         elsewhere="lmbda", on_resume="exact")
     response_column: str = key("labels",
