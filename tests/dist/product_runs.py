@@ -110,6 +110,7 @@ INGREDIENTS = [
     Ingredient("data_parallel", _train(use_distributed_optimizer=True), _SAME, doubles=True),
     Ingredient("grouped_experts", _train(moe_grouped_gemm=GROUPED_EXPERTS), _SAME, needs=("experts|latent",)),
     Ingredient("fsdp", _train(engine="fsdp"), _SAME),
+    Ingredient("fsdp_copies", _train(fsdp_size=1), _SAME, needs=("fsdp", "data_parallel")),
     Ingredient("other_critic", {"critic_config": {"engine": "megatron"}}, _SAME, needs=("fsdp", "critic")),
     Ingredient("recompute", _train(**RECOMPUTE), _SAME),
     Ingredient("moe_recompute", _train(**MOE_RECOMPUTE), _SAME, needs=("experts|latent",)),

@@ -1,4 +1,7 @@
-"""The first hour of a stranger: what README and guides show is run as it is printed, but shorter."""
+"""The first hour of a stranger: what README and guides show is run as it is printed, but shorter.
+
+With the tiny model that `mindspeed-rl new` makes, and with a real one, SmolLM2-135M-Instruct from the package index (`extra`).
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,22 @@ def run(command: str, folder: Path, environment: dict[str, str], typed: str = ""
 
 
 @pytest.fixture(scope="module")
-def task(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def real_model(environment: dict[str, str]) -> Path:
+    """SmolLM2-135M-Instruct as the examples make it; one that an example has made is taken."""
+    run("bash examples/real_model/make_model.sh runs/first_hour", ROOT, environment)
+    return ROOT / "runs" / "first_hour" / "model"
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("real", marks=pytest.mark.extra)])
+def task(request: pytest.FixtureRequest, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the README's first commands, with a run in it."""
     home = tmp_path_factory.mktemp("home")
     start = next(text for language, text in blocks("README.md") if language == "bash" and "mindspeed-rl new" in text)
     lines = [line.partition("#")[0].strip() for line in start.splitlines()]
     new, train = (next(line for line in lines if line.startswith(f"mindspeed-rl {name}")) for name in ("new", "train"))
+    if request.param == "real":
+        folder = request.getfixturevalue("real_model")
+        new = new.replace("mindspeed-rl new my_task", f"mindspeed-rl new my_task --model {folder}")
     run(f"{new} && {train} {SHORT} rl_config.log_completions=true", home, environment)
     return home / "my_task"
 
