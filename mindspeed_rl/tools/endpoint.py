@@ -45,6 +45,8 @@ _QUICK_BYTES = 1 << 16
 _START_LIMIT_S, _STOP_LIMIT_S = 30.0, 10.0
 #: a stream without a turn yet has a comment as often as this, so that clients do not time out
 _PING_S = 10.0
+#: header by which a program with several agents names the one that asks, and its longest value
+_SESSION_HEADER, _MAX_SESSION_BYTES = b"x-session-id", 256
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 _Scope = Mapping[str, Any]
@@ -250,7 +252,8 @@ class RecordingEndpoint:
         elif path.startswith("models/"):
             await _send(send, 200, model)
         elif scope["method"] == "POST" and path in ("reward", *FORMS, "messages/count_tokens", "responses/input_tokens"):
-            await _Exchange(address, self.model, path, FORMS[name], receive, send).run()
+            session = next((value for key, value in scope["headers"] if key.lower() == _SESSION_HEADER), b"")
+            await _Exchange(address, self.model, path, FORMS[name], receive, send, session).run()
         else:
             text = f"there are {', '.join(f'/v1/{form}' for form in FORMS)}, /v1/models and /v1/reward here, not {path}"
             await _send(send, 404, FORMS[name].write_error(404, text, None))
@@ -266,6 +269,7 @@ class _Exchange:
     form: Form
     receive: _Receive
     send: _Send
+    session: bytes
     is_streaming: bool = False
 
     async def run(self) -> None:
@@ -340,9 +344,11 @@ class _Exchange:
         Raises:
             ValueError: it is wrong, or has an option that is not supported.
         """
+        if len(self.session) > _MAX_SESSION_BYTES:
+            raise ValueError(f"the header {_SESSION_HEADER.decode()} has at most {_MAX_SESSION_BYTES} bytes")
         value = _decode(body)
         self.form.check_names(value)
-        return self.form.parse(value)
+        return replace(self.form.parse(value), session=self.session.decode("latin-1"))
 
     async def _wait_for(self, request: TurnRequest) -> Sequence[ChatReply] | None:
         """Return the turns; None where the client disconnects before: it does not read them, so that nothing is recorded."""

@@ -153,6 +153,11 @@ def is_for_roles(target: str) -> bool:
     return is_class and hasattr(registry.load(target, _SUBJECT, wraps=Exception), "roles")
 
 
+def is_role_name(value: object) -> bool:
+    """Return True for a name that a role can have in metrics: letters, digits and _."""
+    return isinstance(value, str) and _ROLE_NAME.fullmatch(value) is not None
+
+
 class RolesEnvironment(Protocol):
     """An episode of several roles: your class has `roles`, reset and step, plain or coroutines, and optionally close."""
 
@@ -195,7 +200,7 @@ def make_roles_factory(
         raise ValueError(f"{_SUBJECT}: {target} has no {' and no '.join(missing)}, which agent_loop roles needs")
     roles = factory.roles
     is_sound = isinstance(roles, (list, tuple)) and roles and len(set(roles)) == len(roles)
-    if not is_sound or not all(isinstance(role, str) and _ROLE_NAME.fullmatch(role) for role in roles):
+    if not is_sound or not all(map(is_role_name, roles)):
         raise ValueError(f"{_SUBJECT}: {target}.roles must be different names of letters, digits and _, not {roles!r:.200}")
     limit_s = timeout_s or _STEP_LIMIT_S
     return tuple(roles), lambda: _CheckedRoles(factory(**(args or {})), target, limit_s, tuple(roles))

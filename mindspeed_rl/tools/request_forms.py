@@ -73,6 +73,7 @@ class TurnRequest:
         stream, with_usage: the reply is a stream of events, and has an event with token counts.
         previous: id of the response that the messages continue.
         num_instructions: messages at the start that a later request does not continue.
+        session: agent that sends it, of a program with several; "" for none.
     """
 
     messages: tuple[JsonObject, ...] = ()
@@ -86,6 +87,7 @@ class TurnRequest:
     with_usage: bool = False
     previous: str = ""
     num_instructions: int = 0
+    session: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 Run as a file, not as a module, so that it needs nothing of this project: verifiers 0.2 and 0.3 require mcp before 2, vLLM 0.32
 requires 2, so the two need separate virtual environments. An environment is loaded by `load_environment` of the library (0.1.11
 to 0.3), or is a taskset of `verifiers.v1` (0.4). A request is a line of JSON on standard input: {"id", "row",
-"base_url", "model"} for an episode, {"id", "cancel": true} to cancel it; a reply is a line {"id", "reward", "metrics", "error"}
-on standard output. `--rows FILE` instead writes the environment's own data set as jsonl and ends.
+"base_url", "model"} for an episode, {"id", "cancel": true} to cancel it; a reply is a line {"id", "reward", "metrics", "error",
+"agents"} on standard output; `agents` has the runs of agents of release 0.4, with the session of their requests. `--rows FILE`
+instead writes the environment's own data set as jsonl and ends.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ _MAX_ROWS = 1000
 
 
 class _Outcome(NamedTuple):
-    """What an episode has given."""
+    """What an episode has given.
+
+    Attributes:
+        agents: {"session", "name", "reward", "trains"} of each run of an agent; None where the release has no agents.
+    """
 
     reward: float | None
     metrics: dict[str, float]
     error: str | None
+    agents: list[dict[str, Any]] | None = None
 
 
 class _Environment:
@@ -111,7 +117,7 @@ class _Taskset:
             yield
 
     async def run(self, row: dict[str, Any], base_url: str, model: str) -> _Outcome:
-        """Run an episode; with several agents that train, the reward is the mean of theirs."""
+        """Run an episode; with several runs of agents that train, the reward is the mean of theirs."""
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
         # the URL has the trajectory's secret; the key is not used
@@ -123,7 +129,8 @@ class _Taskset:
         if errors and not episode.ok or not traces:
             text = f"{errors[-1].type}: {errors[-1].message}" if errors else "no agent ran"
             return _Outcome(None, {}, text)
-        return _Outcome(sum(trace.reward for trace in traces) / len(traces), metrics[0], None)
+        agents = [_describe(trace) for trace in episode.traces]
+        return _Outcome(sum(trace.reward for trace in traces) / len(traces), metrics[0], None, agents)
 
 
 class _Host:
@@ -162,13 +169,19 @@ class _Host:
         finally:
             self._episodes.pop(request_id, None)
         error = None if outcome.error is None else outcome.error[:2000]
-        self.send({"id": request_id, "reward": outcome.reward, "metrics": outcome.metrics, "error": error})
+        self.send({"id": request_id, **outcome._asdict(), "error": error})
 
     def send(self, message: dict[str, Any]) -> None:
         """Write a message as a line."""
         line = (json.dumps(message) + "\n").encode()
         while line:
             line = line[os.write(self._output, line) :]
+
+
+def _describe(trace: Any) -> dict[str, Any]:
+    """Return the run of an agent; the library's proxy sends the trace's id with each of its requests."""
+    name, trains = (None, True) if trace.agent is None else (trace.agent.name, trace.agent.trainable)
+    return {"session": str(trace.id), "name": name or "agent", "reward": float(trace.reward), "trains": bool(trains)}
 
 
 def _is_number(value: object) -> TypeGuard[float]:

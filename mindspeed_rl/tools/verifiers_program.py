@@ -44,11 +44,14 @@ class _EpisodeResult:
     Attributes:
         reward: None without one.
         error: the reason why the episode was aborted; None if it was not.
+        agents: as the program has written them, for release 0.4: "session", "name", "reward" and "trains" of each run of an
+            agent; None for earlier releases, which have one.
     """
 
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    agents: object = None
 
 
 class VerifiersProgram:
@@ -192,7 +195,7 @@ class VerifiersProgram:
             while message := await self._read_message():
                 result = self._open.get(message["id"])
                 if result is not None and not result.done():
-                    result.set_result(_EpisodeResult(message["reward"], message["metrics"], message["error"]))
+                    result.set_result(_EpisodeResult(*(message[name] for name in ("reward", "metrics", "error", "agents"))))
         except (LookupError, TypeError, ValueError) as error:
             _LOG.warning("the program of %s sent %s: %s", self._target, type(error).__name__, str(error)[:300])
         finally:

@@ -11,6 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no Python with verifiers here: bash envs/cpu/extras.sh"),
 ]
+needs_4 = pytest.mark.skipif(
+    not PYTHON_4.exists(), reason="there is no Python with verifiers 0.4 here: bash envs/cpu/extras.sh"
+)
 #: release 0.4: a digit is to be said, and the length of the answer is measured
 TASKSET = """
 import verifiers.v1 as vf
@@ -143,17 +147,17 @@ class Saying:
     """A model that says a text, whatever it is asked."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.asked = text, list[object]()
+        self.text, self.asked, self.sessions = text, list[object](), list[str]()
 
     async def complete(self, request: TurnRequest) -> list[ChatReply]:
         self.asked.append(request.messages[-1]["content"])
+        self.sessions.append(request.session)
         return [ChatReply(ParsedTurn(self.text), True, [1], [2], [-1.0])]
 
 
-@pytest.mark.skipif(not PYTHON_4.exists(), reason="there is no Python with verifiers 0.4 here: bash envs/cpu/extras.sh")
+@needs_4
 def test_a_taskset_of_release_4_lists_its_rows_and_plays_its_episodes_through_the_endpoint(tmp_path: Path) -> None:
     (tmp_path / "digits_v1.py").write_text(TASKSET)
-    variables = {"PATH": f"{PYTHON_4.parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
     listed = subprocess.run(
         [PYTHON_4, HOST, "digits-v1", "--arguments", '{"count": 3}', "--rows", tmp_path / "rows.jsonl"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -164,22 +168,104 @@ def test_a_taskset_of_release_4_lists_its_rows_and_plays_its_episodes_through_th
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert rows[2] == {"prompt": [{"role": "user", "content": "Say 2"}], "example_id": 2, "answer": "2"} and len(rows) == 3
 
-    async def play() -> tuple[list[_EpisodeResult], list[Saying]]:
-        endpoint = RecordingEndpoint()
-        program = VerifiersProgram("verifiers:digits-v1", {"count": 3}, str(PYTHON_4), [str(tmp_path)], variables)
-        await endpoint.start()
-        await program.start()
-        try:
-            models = [Saying("1"), Saying("no")]
-            played = [
-                await program.run_episode(rows[1], endpoint.open(model), endpoint.model, patient(200)) for model in models
-            ]
-            return played, models
-        finally:
-            await program.close()
-            await endpoint.close()
-
-    (right, wrong), models = asyncio.run(play())
-    assert right == _EpisodeResult(1.0, {"length": 1.0}, None)
-    assert wrong == _EpisodeResult(0.0, {"length": 2.0}, None)
+    models = [Saying("1"), Saying("no")]
+    right, wrong = asyncio.run(play(tmp_path, {"count": 3}, rows[1], models))
+    assert (right.reward, right.metrics, right.error) == (1.0, {"length": 1.0}, None)
+    assert (wrong.reward, wrong.metrics, wrong.error) == (0.0, {"length": 2.0}, None)
     assert [model.asked for model in models] == [["Say 1"]] * 2
+    for result, model in ((right, models[0]), (wrong, models[1])):
+        (session,) = model.sessions
+        assert result.agents == [{"session": session, "name": "agent", "reward": result.reward, "trains": True}]
+
+
+async def play(
+    folder: Path, arguments: dict[str, object], row: dict[str, object], models: list[Saying]
+) -> list[_EpisodeResult]:
+    """Play an episode of the taskset in `folder` with each model."""
+    endpoint = RecordingEndpoint()
+    variables = {"PATH": f"{PYTHON_4.parent}:{os.environ['PATH']}", "HOME": str(folder)}
+    program = VerifiersProgram("verifiers:digits-v1", arguments, str(PYTHON_4), [str(folder)], variables)
+    await endpoint.start()
+    await program.start()
+    try:
+        return [await program.run_episode(row, endpoint.open(model), endpoint.model, patient(200)) for model in models]
+    finally:
+        await program.close()
+        await endpoint.close()
+
+
+@needs_4
+def test_a_simulated_user_of_release_4_does_not_train_and_each_attempt_has_its_reward(tmp_path: Path) -> None:
+    (tmp_path / "digits_v1.py").write_text(TASKSET)
+    row: dict[str, object] = {"prompt": [{"role": "user", "content": "Say 1"}], "example_id": 1, "answer": "1"}
+
+    class Conversation(Saying):
+        """An assistant that says 1, and a user that ends the conversation with its second turn."""
+
+        async def complete(self, request: TurnRequest) -> list[ChatReply]:
+            (reply,) = await super().complete(request)
+            is_user = "USER" in str(request.messages[0]["content"])
+            turns = sum(message["role"] == "assistant" for message in request.messages)
+            text = ("###DONE###" if turns else "Which digit?") if is_user else "1"
+            return [replace(reply, turn=ParsedTurn(text))]
+
+    model = Conversation("")
+    (result,) = asyncio.run(play(tmp_path, {"id": "user-sim", "count": 3}, row, [model]))
+    assert isinstance(result.agents, list) and (result.reward, result.error) == (1.0, None)
+    runs = {run["name"]: run for run in result.agents}
+    earned = {name: (run["reward"], run["trains"]) for name, run in runs.items()}
+    assert earned == {"assistant": (1.0, True), "user": (0.0, False)}
+    # every turn is of one of both
+    user, assistant = runs["user"]["session"], runs["assistant"]["session"]
+    assert model.sessions == [user, assistant, user]
+
+    class Guesses(Saying):
+        """Attempts with digits that rise."""
+
+        async def complete(self, request: TurnRequest) -> list[ChatReply]:
+            (reply,) = await super().complete(request)
+            return [replace(reply, turn=ParsedTurn(str(len(self.sessions) - 1)))]
+
+    guesses = Guesses("")
+    (result,) = asyncio.run(play(tmp_path, {"id": "best-of-n", "n": 3, "count": 3}, row, [guesses]))
+    assert isinstance(result.agents, list) and result.reward == pytest.approx(1 / 3)
+    assert {run["session"]: run["reward"] for run in result.agents} == dict(zip(guesses.sessions, (0.0, 1.0, 0.0)))
+
+
+@needs_4
+def test_a_run_whose_roles_are_agents_of_release_4(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "digits_v1.py").write_text(TASKSET)
+    arguments = json.dumps({"id": "best-of-n", "n": 2, "count": 40})
+    rows, variables = tmp_path / "rows.jsonl", {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [PYTHON_4, HOST, "digits-v1", "--arguments", arguments, "--rows", rows]
+    subprocess.run(command, env=variables, check=True, timeout=patient(120))
+    (tmp_path / "bare.json").write_text(json.dumps([TEMPLATE]))
+    (tmp_path / "environment.yaml").write_text(
+        f"environment: verifiers:digits-v1\npython: {PYTHON_4}\nargs: {arguments}\ntimeout_s: 300\n"
+        f"env: {{PATH: '{PYTHON_4.parent}:{os.environ['PATH']}', HOME: '{tmp_path}', PYTHONPATH: '{tmp_path}'}}\n"
+    )
+    run = finished(
+        task,
+        tmp_path / "run",
+        *ONE_PROCESS,
+        f"megatron_training.data_path={rows}",
+        "megatron_training.map_keys={prompt: prompt, response: answer}",
+        "megatron_training.dataset_additional_keys=[labels, prompt, example_id, answer]",
+        "megatron_training.train_iters=1",
+        "megatron_training.save_interval=null",
+        "megatron_training.global_batch_size=4",
+        "megatron_training.prompt_type=bare",
+        f"megatron_training.prompt_type_path={tmp_path / 'bare.json'}",
+        "rl_config.multi_turn_enable=true",
+        "rl_config.agent_loop=roles",
+        f"rl_config.environment={tmp_path / 'environment.yaml'}",
+        "rl_config.mini_batch_size=4",
+        "rl_config.n_samples_per_prompt=2",
+        "actor_config.micro_batch_size=8",
+        "rl_config.max_turns=4",
+        "rl_config.max_total_response_length=48",
+        "rl_config.verifier_function=[]",
+        "rl_config.verifier_weight=[]",
+    )
+    (metrics,) = run.metrics
+    assert metrics["turns/mean"] == 2 and "roles/agent/reward" in metrics and metrics["rollout/log_probs_diff_max"] < 1e-3

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
-from mindspeed_rl.bounds import read_metrics, read_number
+from mindspeed_rl.bounds import read_metrics, read_number, show
 from mindspeed_rl.data.images import IMAGES, make_data_url, read_references
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
-from mindspeed_rl.rollout.agents.turn_tree import TurnTree
+from mindspeed_rl.rollout.agents.turn_tree import AgentRun, TurnTree
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.agent_program import AgentProgram
 from mindspeed_rl.tools.endpoint import ProgramAddress, RecordingEndpoint
-from mindspeed_rl.tools.environments import EnvironmentSpec
+from mindspeed_rl.tools.environments import EnvironmentSpec, is_role_name
 from mindspeed_rl.tools.toolbox import Tools
 from mindspeed_rl.tools.verifiers_program import VerifiersProgram
 
 _EPISODE_LIMIT_S = 1800.0
+#: runs of agents of an episode
+_MAX_AGENT_RUNS = 10_000
 
 
 class EpisodeError(RuntimeError):
@@ -56,6 +59,9 @@ class ProgramLoop(AgentLoop):
 class VerifiersEpisodes:
     """Episodes of the verifiers library; one endpoint and one program per process.
 
+    Args:
+        has_roles: each agent that trains has rewards of its own; otherwise the episode has one.
+
     Attributes:
         resources: to be started before the first episode, and closed after the last.
 
@@ -63,7 +69,8 @@ class VerifiersEpisodes:
         ValueError: the target is wrong, or the interpreter does not exist.
     """
 
-    def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:
+    def __init__(self, spec: EnvironmentSpec, settings: LoopSettings, *, has_roles: bool = False) -> None:
+        self._has_roles = has_roles
         self._program = VerifiersProgram(spec.target, spec.args, spec.python, settings.folders, spec.variables)
         self._endpoint = RecordingEndpoint()
         self.resources = self._program, self._endpoint
@@ -71,8 +78,8 @@ class VerifiersEpisodes:
         self._timeout_s = spec.timeout_s or _EPISODE_LIMIT_S
 
     async def play(self, task: Task, engine: RolloutEngine) -> Trajectory:
-        """Play an episode; its reward is that which the program gives it."""
-        tree = TurnTree(task, engine, self._settings)
+        """Play an episode; its rewards are those that the program gives it."""
+        tree = TurnTree(task, engine, self._settings, has_sessions=True)
         try:
             row = task.row
             if "prompt" not in row:
@@ -89,9 +96,17 @@ class VerifiersEpisodes:
             _check_turns(tree)
             reward = None if outcome.reward is None else read_number(outcome.reward, "reward")
             metrics = read_metrics(outcome.metrics, "metrics")
+            agents = None if outcome.agents is None else _read_agents(outcome.agents)
+            if self._has_roles:
+                reward = None
+                if agents is None:
+                    raise EpisodeError("rl_config.agent_loop roles needs release 0.4 of verifiers: earlier ones have no agents")
+            elif agents is not None:  # the reward is the episode's
+                agents = {session: replace(run, reward=None) for session, run in agents.items()}
         except Exception as error:  # noqa: BLE001  # your environment may raise anything: the sample has failed, not the run
             return tree.end(failure=f"environment: {type(error).__name__}: {error}")
-        return tree.end(final_reward=reward, metrics={f"environment_{name}": value for name, value in metrics.items()})
+        metrics = {f"environment_{name}": value for name, value in metrics.items()}
+        return tree.end(final_reward=reward, metrics=metrics, agents=agents)
 
 
 @contextlib.asynccontextmanager
@@ -109,6 +124,26 @@ async def _open(tree: TurnTree, endpoint: RecordingEndpoint, *, is_command: bool
         endpoint.remove(address.base_url)
         endpoint.remove(address.reward_url)
         await tree.close()
+
+
+def _read_agents(value: object) -> dict[str, AgentRun]:
+    """Return the runs of agents by session.
+
+    Raises:
+        ValueError: there are too many, or one is not what the program writes.
+    """
+    if not isinstance(value, list) or len(value) > _MAX_AGENT_RUNS:
+        raise ValueError(f"the agents are {show(value)}, but must be a list of at most {_MAX_AGENT_RUNS} runs")
+    runs: dict[str, AgentRun] = {}
+    for item in value:
+        given = item if isinstance(item, dict) else {}
+        session, name, trains = given.get("session"), given.get("name"), given.get("trains")
+        if not isinstance(session, str) or session in runs or not isinstance(trains, bool):
+            raise ValueError(f"a run of an agent is {show(item)}, but must have a session of its own and say if it trains")
+        if not is_role_name(name):
+            raise ValueError(f"an agent is named {show(name)}, but must be named by letters, digits and _")
+        runs[session] = AgentRun(str(name), read_number(given.get("reward"), f"the reward of {name}"), trains)
+    return runs
 
 
 def _check_turns(tree: TurnTree) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mindspeed_rl.rollout.agents.conversation import AgentConversation
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
+from mindspeed_rl.rollout.agents.program import VerifiersEpisodes
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.requests import derive_seed
 from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory
@@ -19,15 +20,22 @@ class RolesLoop(AgentLoop):
 
     A row has a sequence for each conversation: a token trains in the context in which its role sampled it, and no role reads
     what another one has read, but for what the environment passes on. A role that an opponent plays has no sequence: its tokens
-    are not the actor's and do not train.
+    are not the actor's and do not train. In an environment of the verifiers library the roles are its agents.
     """
 
     def __init__(self, settings: LoopSettings) -> None:
         super().__init__(settings)
         if settings.environment is None:
-            raise ValueError("rl_config.agent_loop roles needs rl_config.environment, module:Class")
+            raise ValueError("rl_config.agent_loop roles needs rl_config.environment, module:Class or verifiers:NAME")
         spec = read_environment(settings.environment)
-        if spec.python is not None or spec.variables or spec.is_program:
+        self._agents: VerifiersEpisodes | None = None
+        if spec.is_program:
+            if settings.opponent_roles:
+                raise ValueError(f"rl_config.opponents: the agents of {spec.target} have no opponents; a class with roles has")
+            self._agents = VerifiersEpisodes(spec, settings, has_roles=True)
+            self.resources = self._agents.resources
+            return
+        if spec.python is not None or spec.variables:
             raise ValueError(f"rl_config.environment: {spec.target} with agent_loop roles is module:Class, in this process")
         self._roles, self._make = make_roles_factory(spec.target, spec.args, timeout_s=spec.timeout_s)
         self._check_opponents(settings.opponent_roles)
@@ -51,6 +59,8 @@ class RolesLoop(AgentLoop):
             )
 
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
+        if self._agents is not None:
+            return await self._agents.play(task, engine)
         conversations: dict[str, AgentConversation] = {}
         failure = ""
         try:

@@ -72,6 +72,7 @@ class _Node:
         num_answers: turns of the model in the conversation so far, with the client's own.
         has_thought: some turn since the last rendering has a thought.
         start_s, end_s: start and end of sampling, since the epoch.
+        session: run of an agent that requested it; "" in an episode of one.
         is_continued: another turn follows it.
     """
 
@@ -84,6 +85,7 @@ class _Node:
     has_thought: bool
     start_s: float
     end_s: float
+    session: str = ""
     is_continued: bool = False
     reward: float | None = None
 
@@ -111,16 +113,34 @@ class _ReadTurn:
     digests: tuple[bytes, ...]
 
 
+@dataclass(frozen=True)
+class AgentRun:
+    """A run of an agent in an episode of several.
+
+    Attributes:
+        name: role of the agent.
+        reward: its own; None for none.
+        trains: its turns are the actor's; others, of a simulated user or a judge, are left out of the trajectory.
+    """
+
+    name: str
+    reward: float | None
+    trains: bool
+
+
 class TurnTree:
     """See the module, and `tools.endpoint.ChatSession`.
+
+    Args:
+        has_sessions: each session of the requests is a run of an agent, with conversations of its own.
 
     Attributes:
         num_turns: sampled so far.
         final_reward: added by the client; None for none.
     """
 
-    def __init__(self, task: Task, engine: RolloutEngine, settings: LoopSettings) -> None:
-        self._task, self._engine, self._settings = task, engine, settings
+    def __init__(self, task: Task, engine: RolloutEngine, settings: LoopSettings, *, has_sessions: bool = False) -> None:
+        self._task, self._engine, self._settings, self._has_sessions = task, engine, settings, has_sessions
         self._nodes: list[_Node] = []
         self._known: dict[bytes, _Node] = {}  # digest of a conversation -> its last turn
         self._turns: dict[bool, ChatTurns] = {}  # with and without tools
@@ -181,6 +201,7 @@ class TurnTree:
         failure: str = "",
         metrics: Mapping[str, float] | None = None,
         output: str | None = None,
+        agents: Mapping[str, AgentRun] | None = None,
     ) -> Trajectory:
         """Return the trajectory, with a sequence for each branch.
 
@@ -190,12 +211,15 @@ class TurnTree:
             failure: the reason why it failed.
             metrics: metrics of the program.
             output: output of the program, for reward functions.
+            agents: runs of agents by session: their last turns have their rewards, turns of agents that do not train and of
+                sessions that are not among them (an attempt that was repeated) are left out. None: all turns are the actor's.
         """
+        nodes = self._nodes if agents is None else self._assign(agents)
         sequences: list[TokenSequence] = []
         rewards: list[float | None] = []
         placed: dict[_Node, int] = {}  # turn -> index of its first token in the row's response
         num_tokens = 0
-        for leaf in (node for node in self._nodes if not node.is_continued):
+        for leaf in (node for node in nodes if not node.is_continued):
             path: list[_Node] = []
             node: _Node | None = leaf
             while node is not None and node not in placed:
@@ -220,19 +244,19 @@ class TurnTree:
             finish="length" if self._truncated else "stop",
             turn_rewards=tuple(rewards),
             final_reward=final_reward,
-            metrics={"turns": float(self.num_turns), "branches": float(max(0, len(sequences) - 1)), **(metrics or {})},
+            metrics={"turns": float(len(nodes)), "branches": float(max(0, len(sequences) - 1)), **(metrics or {})},
             failure=failure,
             output=output,
-            events=tuple(self._list_events(placed, has_rewards=not is_graded)),
+            events=tuple(_list_events(nodes, placed, agents or {}, has_rewards=not is_graded)),
         )
 
-    def _list_events(self, starts: Mapping[_Node, int], *, has_rewards: bool) -> Iterator[TurnEvent]:
-        index = {node: number for number, node in enumerate(self._nodes)}
-        for node, start in ((node, starts[node]) for node in self._nodes):
-            parent = None if node.parent is None else index[node.parent]
-            stop = start + len(node.segment.token_ids)
-            reward = node.reward if has_rewards else None
-            yield TurnEvent("model", parent, start, stop, node.start_s, node.end_s, reward)
+    def _assign(self, agents: Mapping[str, AgentRun]) -> list[_Node]:
+        """Give the last turn of each run its reward; return the turns that train."""
+        last = {node.session: node for node in self._nodes}
+        for session, run in agents.items():
+            if session in last and run.reward is not None:
+                last[session].reward = (last[session].reward or 0.0) + run.reward
+        return [node for node in self._nodes if node.session in agents and agents[node.session].trains]
 
     def _find_context(self, request: TurnRequest) -> _Context:
         """Return what the model reads for a request; runs in the thread of texts.
@@ -245,7 +269,7 @@ class TurnTree:
             raise ContextFullError("the episode has ended")
         self._check_size(request)
         if request.prompt is not None:
-            return self._find_prompt(request.prompt)
+            return self._find_prompt(request.prompt, self._find_session(request))
         if request.messages[-1].get("role") == "assistant":
             raise ValueError("the last message is the model's, which it cannot answer")
         try:
@@ -283,7 +307,7 @@ class TurnTree:
         images = [tuple(message.get("images", ())) for message in messages]
         plain = [{name: value for name, value in message.items() if name != "images"} for message in messages]
         last = max(index for index, message in enumerate([{"role": "assistant"}, *messages]) if message["role"] == "assistant")
-        parent = self._known.get(_digest(messages[:last], request.tools))
+        parent = self._known.get(_digest(messages[:last], request.tools, self._find_session(request)))
         if parent is not None:
             added = turns.render_next(
                 plain[last:], parent.tokens[-1], num_before=parent.num_answers - 1, has_thought=parent.has_thought
@@ -292,6 +316,9 @@ class TurnTree:
                 return self._place_images(_Context(parent, added, parent.context.images), images[last:])
         # the template would write earlier turns otherwise, or the client has
         return self._place_images(_Context(None, turns.render(plain, list(request.tools))), images)
+
+    def _find_session(self, request: TurnRequest) -> str:
+        return request.session if self._has_sessions else ""
 
     def _place_images(self, context: _Context, images: Sequence[tuple[str, ...]]) -> _Context:
         """Return the context with all tokens of new images, message by message.
@@ -310,17 +337,16 @@ class TurnTree:
         ((expanded, _),), _ = reader.expand([(list(context.added), [])], new)
         return replace(context, added=tuple(expanded), images=(*context.images, *new))
 
-    def _find_prompt(self, prompt: str | tuple[int, ...]) -> _Context:
+    def _find_prompt(self, prompt: str | tuple[int, ...], session: str) -> _Context:
         """Return what `_find_context` does, for a text or tokens to complete."""
         tokenizer = self._settings.tokenizer
+        nodes = [node for node in self._nodes if node.session == session]
         if not isinstance(prompt, str):
-            before = [
-                node for node in self._nodes if prompt[: len(node.tokens)] == node.tokens and len(prompt) > len(node.tokens)
-            ]
+            before = [node for node in nodes if prompt[: len(node.tokens)] == node.tokens and len(prompt) > len(node.tokens)]
             parent = max(before, key=lambda node: len(node.tokens), default=None)
             images = () if parent is None else parent.context.images
             return _Context(parent, prompt if parent is None else prompt[len(parent.tokens) :], images)
-        texts = [node for node in self._nodes if node.text and prompt.startswith(node.text) and len(prompt) > len(node.text)]
+        texts = [node for node in nodes if node.text and prompt.startswith(node.text) and len(prompt) > len(node.text)]
         parent = max(texts, key=lambda node: len(node.text), default=None)
         if parent is None:
             return _Context(None, tuple(tokenizer.encode(prompt)), text=prompt)
@@ -427,7 +453,8 @@ class TurnTree:
         text = text[: min(stops)[0]] if stops else text
         parsed = self._parse(request, text, ids)
         known = () if request.prompt is not None else (request.messages, _merge_user_messages(request.messages))
-        digests = [_digest((*messages, write_message(parsed)), request.tools) for messages in known]
+        session = self._find_session(request)
+        digests = [_digest((*messages, write_message(parsed)), request.tools, session) for messages in known]
         return _ReadTurn(parsed, text, min(stops)[1] if stops else None, has_thought, tuple(digests))
 
     def _record(
@@ -448,6 +475,7 @@ class TurnTree:
             turn.has_thought,
             start_s,
             time.time(),
+            self._find_session(request),
         )
         self._nodes.append(node)
         self._known.update(dict.fromkeys(turn.digests, node))
@@ -476,6 +504,20 @@ class TurnTree:
         return self._turns[has_tools]
 
 
+def _list_events(
+    nodes: Sequence[_Node], starts: Mapping[_Node, int], agents: Mapping[str, AgentRun], *, has_rewards: bool
+) -> Iterator[TurnEvent]:
+    index = {node: number for number, node in enumerate(nodes)}
+    for node in nodes:
+        parent = None if node.parent is None else index[node.parent]
+        start = starts[node]
+        role = agents[node.session].name if node.session in agents else ""
+        reward = node.reward if has_rewards else None
+        yield TurnEvent(
+            "model", parent, start, start + len(node.segment.token_ids), node.start_s, node.end_s, reward, role=role
+        )
+
+
 def _merge_user_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return the messages; a user's message after another one, or after a tool's reply, becomes its end."""
     merged: list[ChatMessage] = []
@@ -496,9 +538,9 @@ def _count_characters(messages: Sequence[ChatMessage], tools: Sequence[ChatMessa
     return texts + len(json.dumps([calls, list(tools)], ensure_ascii=False))
 
 
-def _digest(messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> bytes:
-    """Return a digest of what a client must not change: tools, and of messages role, stripped text, calls and images."""
-    content: list[object] = [list(tools)]
+def _digest(messages: Sequence[ChatMessage], tools: Sequence[ChatMessage], session: str) -> bytes:
+    """Return a digest of a session's messages that a client must not change: tools, role, stripped text, calls and images."""
+    content: list[object] = [session, list(tools)]
     for message in messages:
         calls: list[object] = []
         for call in message.get("tool_calls") or []:

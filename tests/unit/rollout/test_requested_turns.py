@@ -18,7 +18,7 @@ from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import Task
-from mindspeed_rl.rollout.agents.turn_tree import TurnTree
+from mindspeed_rl.rollout.agents.turn_tree import AgentRun, TurnTree
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -455,3 +455,63 @@ def test_no_message_and_no_schema_of_a_program_has_tokens_of_marks() -> None:
         return [context.count(mark) for mark in (END, 2)]
 
     assert count(attack, tool) == count("plain", TOOL)
+
+
+# --- several agents -------------------------------------------------------------------------------------------------------
+
+
+def played_by_agents(agents: Mapping[str, AgentRun] | None) -> tuple[Trajectory, Writer]:
+    """A solver of two turns and a user that reads the same conversation as the solver, each with a session."""
+
+    async def run() -> tuple[Trajectory, Writer]:
+        writer = Writer(["41", "what?", "42"])
+        tree = TurnTree(Task(PROMPT, SAMPLING, 5), writer, settings(turns=ALONE, limits=LIMITS), has_sessions=True)
+        endpoint = RecordingEndpoint()
+        await endpoint.start()
+        try:
+            session = Session(writer, endpoint.open(tree), tree)
+            async with session.openai, session.anthropic:
+                conversation = [*QUESTION, {"role": "assistant", "content": "41"}, {"role": "user", "content": "Sure?"}]
+                await session.chat(QUESTION, extra_headers={"X-Session-ID": "s"})
+                await session.chat(conversation, extra_headers={"X-Session-ID": "u"})
+                await session.chat(conversation, extra_headers={"X-Session-ID": "s"})
+            return tree.end(final_reward=None if agents else 0.5, agents=agents), writer
+        finally:
+            await tree.close()
+            await endpoint.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_turns_of_an_agent_that_does_not_train_are_left_out_and_each_agent_has_its_reward() -> None:
+    solver, user = AgentRun("solver", 1.0, trains=True), AgentRun("user", 0.25, trains=False)
+    trajectory, writer = played_by_agents({"s": solver, "u": user})
+    (text,) = text_of(trajectory)
+    assert text.count("<|im_start|>assistant") == 2 and "what?" not in text and text.endswith("42<|im_end|>")
+    sampled = [segment.token_ids for segment in trajectory.segments if segment.sampled]
+    assert sampled == [writer.made[0][1], writer.made[2][1]]
+    assert trajectory.turn_rewards == (None, 1.0) and trajectory.final_reward is None and trajectory.metrics["turns"] == 2
+    events = [(event.role, event.parent, event.reward) for event in trajectory.events]
+    assert events == [("solver", None, None), ("solver", 0, 1.0)]
+    response = trajectory.token_ids
+    assert [tuple(response[event.start : event.stop]) for event in trajectory.events] == sampled
+
+
+def test_agents_that_train_have_sequences_of_their_own_although_they_read_the_same() -> None:
+    both = {"s": AgentRun("solver", 1.0, trains=True), "u": AgentRun("critic", -1.0, trains=True)}
+    trajectory, writer = played_by_agents(both)
+    check_exact(trajectory, writer)
+    rewards = {event.role: event.reward for event in trajectory.events if event.reward is not None}
+    assert rewards == {"solver": 1.0, "critic": -1.0} and len(trajectory.sequences) == 2
+
+
+def test_turns_of_a_session_without_a_run_are_an_attempt_that_was_repeated() -> None:
+    trajectory, _ = played_by_agents({"u": AgentRun("user", 0.0, trains=True)})
+    (text,) = text_of(trajectory)
+    assert "what?" in text and trajectory.metrics["turns"] == 1
+
+
+def test_an_episode_of_one_agent_keeps_all_turns() -> None:
+    trajectory, writer = played_by_agents(None)
+    check_exact(trajectory, writer)
+    assert trajectory.final_reward == 0.5 and trajectory.metrics["turns"] == 3
