@@ -54,6 +54,11 @@ def read_curves(runs: Sequence[Path]) -> tuple[Points, Points]:
     return curves[0], curves[1]
 
 
+def count_seeds(count: int) -> str:
+    """Returns the number of seeds in words."""
+    return "1 seed" if count == 1 else f"{count} seeds"
+
+
 def draw(reward: Points, exact: Points) -> str:
     """Returns an SVG: the mean of the seeds as a line, and from the lowest to the highest of them as a band."""
     last = max(reward)
@@ -81,7 +86,7 @@ def draw(reward: Points, exact: Points) -> str:
     seeds = len(next(iter(reward.values())))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
-        f"<title>Held-out records in {last} iterations of GRPO, {seeds} seed(s)</title>",
+        f"<title>Held-out records in {last} iterations of GRPO, {count_seeds(seeds)}</title>",
     ]
     for percent in range(0, 101, 20):
         height, opacity = y(percent / 100), 0.25 if percent else 0.9
@@ -92,7 +97,7 @@ def draw(reward: Points, exact: Points) -> str:
     parts += show(reward, REWARD) + show(exact, EXACT)
     parts.append(text(LEFT, 20, "held-out reward", "start", REWARD))
     parts.append(text(LEFT + 130, 20, "records that are exactly right", "start", EXACT))
-    parts.append(text(RIGHT, 20, f"mean and range of {seeds} seed(s)", "end", INK))
+    parts.append(text(RIGHT, 20, f"mean and range of {count_seeds(seeds)}", "end", INK))
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -120,7 +125,7 @@ def main(folder: Path, dtype: str, pairs: Sequence[str]) -> int:
     results = {
         "SmolLM2-135M-Instruct": ([mean(base[1])], [mean(base[2])]),
         "supervised fine-tuning": ([mean(sft[1])], [mean(sft[2])]),
-        f"GRPO, {len(runs)} seed(s)": ([mean(each[1]) for each in trained], [mean(each[2]) for each in trained]),
+        f"GRPO, {count_seeds(len(runs))}": ([mean(each[1]) for each in trained], [mean(each[2]) for each in trained]),
     }
     samples = []
     improved = sorted(range(len(rows)), key=lambda index: base[1][index] - trained[0][1][index])
@@ -136,7 +141,7 @@ def main(folder: Path, dtype: str, pairs: Sequence[str]) -> int:
     if any(abs(ours - mean(each[1])) > TOLERANCE for ours, each in zip(measured, trained)):
         print("error: vLLM and transformers disagree about the same weights.", file=sys.stderr)
         return 1
-    return 0 if min(results[f"GRPO, {len(runs)} seed(s)"][0]) > mean(base[1]) + 0.1 else 1
+    return 0 if min(results[f"GRPO, {count_seeds(len(runs))}"][0]) > mean(base[1]) + 0.1 else 1
 
 
 if __name__ == "__main__":
