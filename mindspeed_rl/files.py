@@ -64,19 +64,20 @@ def describe_missing(path: str | os.PathLike[str]) -> str:
             return f"'{text}' is a link to '{os.readlink(absolute)}', which does not exist ({absolute})"
         there = next(folder for folder in absolute.parents if os.path.lexists(folder))
         base = "" if full.is_absolute() else f", relative to {Path.cwd()}"
+        where = "" if text == str(absolute) else f" ({absolute}{base})"
         if not there.is_dir():
-            return f"'{text}' does not exist ({absolute}{base}): {there} is a file"
+            return f"'{text}' does not exist{where}: {there} is a file"
         first, *rest = absolute.relative_to(there).parts
         names = list(itertools.islice((item.name for item in os.scandir(there)), _MAX_NAMES))
     except (OSError, RuntimeError, StopIteration, ValueError):  # no such user, a name that no file can have, no permission
         return f"'{text[:200]}' does not exist"
     near = registry.find_similar(first, names)
     if near is None:
-        return f"'{text}' does not exist ({absolute}{base})"
+        return f"'{text}' does not exist{where}"
     meant = there.joinpath(near, *rest)
     meant = meant if meant.exists() else there / near
     shown = meant if full.is_absolute() else os.path.relpath(meant)
-    return f"'{text}' does not exist ({absolute}{base}); did you mean '{shown}'?"
+    return f"'{text}' does not exist{where}; did you mean '{shown}'?"
 
 
 def describe_foreign(content: bytes) -> str | None:
