@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import io
 import json
 import os
@@ -231,6 +232,7 @@ class OwnFleet:
         self.records: list[dict[str, Any]] = []
         self._record: dict[str, Any] = {}
         self._has_average = False  # the engine, in place of the weights
+        self._folders = itertools.count()
         for name, role in (("update_actor", worker.roles.actor), ("update_critic", worker.roles.critic)):
             if role is not None:
                 role.engine.on_gradients.append(lambda name=name, role=role: self._note_step(name, role))
@@ -264,7 +266,7 @@ class OwnFleet:
         settings = LoraSettings.from_config(role.config)
         if settings is None:
             return {}
-        folder = self._run.folder.parent / f"adapters_{name}_{len(self.records)}"
+        folder = self._run.folder.parent / f"adapters_{name}_{next(self._folders)}"
         save_peft(role.model, settings, folder, "")
         named = load_file(folder / "adapter_model.safetensors")
         return {key.removeprefix("base_model.model."): value.float().numpy() for key, value in named.items()}
