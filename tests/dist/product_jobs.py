@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import itertools
 import io
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
