@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
 from mindspeed_rl.audit.data import audit_data, check_cleanable, write_clean, write_pass_rates
-from mindspeed_rl.audit.judges import JudgeAudit, JudgedRow, ask_judges, make_panel_settings, read_judged_rows
+from mindspeed_rl.audit.judges import JudgeAudit, JudgedRow, ask_judges, read_judged_rows
 from mindspeed_rl.audit.pass_rates import COLUMN, PassRates
 from mindspeed_rl.audit.report import AuditReport
 from mindspeed_rl.audit.rows import RowPart, find_tokenizer_folder, open_run_data, read_cases
@@ -272,15 +272,17 @@ def _audit_judges(argv: list[str]) -> int:
     run = _read_run(arguments)
     # by name: the check of an address imports torch
     make_settings = registry.load("mindspeed_rl.audit.reward:make_settings", "audit")
-    panel = make_panel_settings(make_settings(run), arguments.judge)
-    addresses = [list_judges(each.judge_url, each.judge_model, each.judge_panel) for each in panel]
-    if sum(map(len, addresses)) * panel[0].judge_repeats < 2 and arguments.human is None:
+    settings = make_settings(run)
+    if settings.judge_url is None and not arguments.judge:
+        raise ValueError("audit judges: the run has no rl_config.judge_url; name judges by --judge [MODEL@]URL")
+    judges = list_judges(settings.judge_url, settings.judge_model, settings.judge_panel, arguments.judge)
+    if len(judges) * settings.judge_repeats < 2 and arguments.human is None:
         parser.error("one judge agrees with itself; name a second one by --judge, or people's marks by --human")
     check_server = registry.load("mindspeed_rl.run.machine:check_server", "audit")
-    for address in (address for each in addresses for address in each):
-        check_server(address.url, "--judge")
+    for judge in judges:
+        check_server(judge.url, judge.where)
     rows = read_judged_rows(arguments.responses, arguments.human)
-    audit = JudgeAudit(rows, ask_judges(panel, rows, print_status), arguments.threshold)
+    audit = JudgeAudit(rows, ask_judges(judges, settings, rows, print_status), arguments.threshold)
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
 
 
