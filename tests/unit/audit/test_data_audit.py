@@ -106,6 +106,19 @@ def test_a_constant_answer_wins_where_its_label_is_far_over_chance(audit: Audit,
     assert found["constant_answer"]["share"] == max(map(labels.count, labels)) / len(labels)
 
 
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_notes_are_of_the_data_as_a_whole_and_count_against_no_bound(audit: Audit, is_planted: bool) -> None:
+    rows = [{"prompt": f"How many are {n} and {n + 1} {story(n, 9)}?", "labels": str(2 * n + 1)} for n in range(130)]
+    keys = ["rl_config.verifier_function=[exact_match]", "rl_config.max_prompt_length=150", "--bound=0"]
+    if is_planted:
+        rows = [*rows, {"prompt": "小明有三个苹果，一共几个？", "labels": "3"}]
+        keys = [*keys, "rl_config.max_prompt_length=4000", "megatron_training.global_batch_size=4096"]
+    code, found = audit("data", rows, *keys)
+    begins = ("131 prompts are fewer than the", "The longest prompt has", "A few prompts are written otherwise")
+    assert code == 0 and len(found["notes"]) == (3 if is_planted else 0), found["notes"]
+    assert all(note.startswith(begin) for note, begin in zip(found["notes"], begins))
+
+
 def test_the_part_that_split_holds_back_is_the_evaluation_set(audit: Audit) -> None:
     rows = [*ROWS[:18], ROWS[0], ROWS[39]]  # the last two of 20 are held back
     code, found = audit("data", rows, "megatron_training.split='90,10,0'")
