@@ -11,8 +11,9 @@ from itertools import combinations
 from mindspeed_rl.audit.report import AuditReport, Section
 from mindspeed_rl.bounds import is_number
 from mindspeed_rl.data.handlers.prompt import as_text
-from mindspeed_rl.data.prompts import open_rows
-from mindspeed_rl.data.sources import read_chunk
+from mindspeed_rl.data.prompts import HUBS, open_rows, split_slice
+from mindspeed_rl.data.sources import has_files, read_chunk
+from mindspeed_rl.files import describe_missing
 from mindspeed_rl.rewards.agreement import cohen_kappa, fleiss_kappa, krippendorff_alpha, percent_agreement
 from mindspeed_rl.rewards.judge import JudgeClient, JudgeError, JudgeForm, describe_failure
 from mindspeed_rl.rewards.judge_addresses import JudgeAddress, list_votes
@@ -74,6 +75,8 @@ def read_judged_rows(path: str, human: str | None) -> list[JudgedRow]:
         ValueError: a row has no prompt or response, or a mark that is none, or no row has a mark.
     """
     rows = list[JudgedRow]()
+    if not path.startswith(HUBS) and not has_files(split_slice(path)[0]):
+        raise ValueError(describe_missing(path))
     for chunk in open_rows(path).chunks():
         for number, row in read_chunk(chunk):
             where = f"{chunk.path}, row {number}"

@@ -141,6 +141,8 @@ def test_one_judge_alone_and_an_address_without_a_server_are_refused(judge: Call
     code, text = judge("", ROWS, "--judge=no_address", "--human=human")
     assert code == 2 and "must look like http://host:port/v1" in text
     assert "the run has no rl_config.judge_url" in judge("", ROWS, "--human=human")[1]
+    code, text = judge("exact", ROWS, "--human=human", "--responses=nothere")
+    assert code == 2 and "'nothere' does not exist" in text
 
 
 def test_the_panel_of_the_run_is_asked_and_each_vote_of_a_judge_is_one(judge: Callable[..., tuple[int, Any]], url: str) -> None:
