@@ -5,13 +5,14 @@
 
 Nothing is generated or trained: the data are made up, and the servers are scripted. Seconds are of the processor. The exponent
 belongs to a power through the times of the smallest and the largest size; 1 is linear. A size is repeated up to five times
-within a second, and the fastest counts.
+within a second, and the fastest counts. Objects that were there before a work are frozen, as in the driver of a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import random
@@ -181,6 +182,8 @@ def main() -> None:
         work, counted, smallest = WORKS[name]
         # compilers and imports are not part of a size
         work(smallest * FACTORS[-1] if name == "weight sync plan" else smallest)
+        gc.collect()
+        gc.freeze()  # as `trainers.launch` does
         seconds = [measure(work, smallest * factor) for factor in FACTORS]
         exponent = math.log(seconds[-1] / seconds[0], FACTORS[-1])
         cells: list[Any] = [f"{name}, {smallest:,} {counted}", *(f"{value:.3g}" for value in seconds), f"{exponent:.2f}"]
