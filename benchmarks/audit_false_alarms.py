@@ -1,6 +1,6 @@
 """False alarms of the audits: on rows without a hole, judges that agree, and runs whose reward is not tricked.
 
-    python benchmarks/audit_false_alarms.py [--gsm8k FILE]     # FILE: 1,000 rows or more of GSM8K as JSON lines
+    python benchmarks/audit_false_alarms.py [--gsm8k FILE] [--test FILE]    # 1,000 rows or more of GSM8K, and its test set
 
 Prints how many of 1,000 panels of judges and of 1,000 runs have an alarm without a cause; then, for each set of rows, on how
 many of them a cheat or a label that is wrong in every task gets through.
@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.audit.cheats import MUTATIONS
+from mindspeed_rl.audit.data import audit_data
 from mindspeed_rl.audit.judges import JudgeAudit, JudgedRow, Panelist
 from mindspeed_rl.audit.marked import MarkedResponses
 from mindspeed_rl.audit.reward import audit_reward
@@ -32,11 +33,14 @@ from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.diversity import measure_diversity
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.rewards.judge_outages import Outage
 from mindspeed_rl.rewards.samples import RewardSample
 from mindspeed_rl.run.draft import draft
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, str]]
+#: verifiers whose labels are tried
+LABEL_TRIALS = ("acc", "accuracy", "math_17k_acc", "math_verify_reward", "gsm8k", "gsm8k_flexible")
 
 
 def make_tokenizer(folder: Path) -> str:
@@ -47,6 +51,11 @@ def make_tokenizer(folder: Path) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
     return str(folder)
+
+
+def to_rows(solved: Iterable[Mapping[str, str]]) -> Rows:
+    """Return rows of GSM8K with prompt and label."""
+    return [{"prompt": row["question"], "labels": row["answer"].rpartition("#### ")[2]} for row in solved]
 
 
 def make_records() -> Rows:
@@ -66,6 +75,43 @@ def make_sums(count: int) -> Rows:
         question = f"A shop has {boxes} boxes and gets {more} more; each holds {pens} pens. How many pens are there?"
         rows.append({"prompt": question, "labels": str((boxes + more) * pens)})
     return rows
+
+
+def measure_data(rows: Rows, held_out: Rows, tokenizer_folder: str) -> None:
+    """Print how many rows have a finding of `audit data`, and its notes."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("train.jsonl", "eval.jsonl")]
+        for path, each in zip(paths, (rows, held_out)):
+            path.write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
+        keys = [
+            f"megatron_training.data_path={paths[0]}",
+            f"megatron_training.tokenizer_name_or_path={tokenizer_folder}",
+            f"megatron_training.eval_data_path={paths[1] if held_out else 'null'}",
+            f"rl_config.verifier_function=[{','.join(LABEL_TRIALS)}]",
+            f"rl_config.verifier_weight={[1.0] * len(LABEL_TRIALS)}",
+            "rl_config.max_prompt_length=2000",
+        ]
+        run, tokenizer = draft(load_run_config("grpo_tiny_cpu", None, keys)), load_tokenizer(tokenizer_folder)
+        audit = audit_data(*open_run_data(run, tokenizer), run)
+    found = ", ".join(f"{finding.count} {kind}" for kind, finding in audit.findings.items()) or "none"
+    wins = "a constant answer wins" if audit.constant is not None and audit.constant[2] else "no constant answer wins"
+    print(f"audit data: {len(audit.reasons)} of {audit.num_rows} rows ({found}), {wins}, {len(audit.notes)} notes", flush=True)
+
+
+def measure_outages(count: int) -> None:
+    """Print how many runs leave a judge alone that replies to all but 1 of 200 requests, one at a time: the worst case."""
+    draws, left_alone = random.Random(5), 0
+    for _ in range(count):
+        outage = Outage("judge", clock=lambda: 0.0)
+        for _ in range(20 * 128):
+            if draws.random() < 0.005:
+                outage.record_failure(1.0, "late")
+            elif outage.is_open:
+                break
+            else:
+                outage.record_reply()
+        left_alone += outage.is_open
+    print(f"runs whose judge misses 1 of 200 requests: {left_alone} of {count} leave it alone", flush=True)
 
 
 def measure(
@@ -185,17 +231,27 @@ def main(argv: Sequence[str]) -> None:
     """Measure all sets."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gsm8k", type=Path, default=ROOT / "tests/data/gsm8k/sample.jsonl")
-    path = parser.parse_args(argv).gsm8k
+    parser.add_argument("--test", type=Path, default=None)
+    parser.add_argument("--quick", action="store_true", help="all but the audits of rewards, which take half an hour")
+    arguments = parser.parse_args(argv)
+    path = arguments.gsm8k
     solved = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][:1000]
-    gsm8k = [{"prompt": row["question"], "labels": row["answer"].rpartition("#### ")[2]} for row in solved]
+    gsm8k = to_rows(solved)
+    held_out = (
+        [] if arguments.test is None else to_rows(map(json.loads, arguments.test.read_text(encoding="utf-8").splitlines()))
+    )
     measure_judges(1000, 0.97, 0.667)
     measure_gaps(1000)
     measure_votes(1000)
     measure_marks(1000)
+    measure_outages(1000)
     measure_sentences(solved, 1000)
     sys.path.insert(0, str(Path(__file__).parent))  # for the environment
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder))
+        measure_data(gsm8k, held_out, tokenizer)
+        if arguments.quick:
+            return
         for function in ("exact_match", "acc"):
             measure("GSM8K", gsm8k, function, tokenizer)
         played = [f"rl_config.environment={Path(__file__).stem}:ExactNumber", "rl_config.multi_turn_enable=true"]

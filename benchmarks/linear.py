@@ -2,23 +2,27 @@
 
     python benchmarks/linear.py
     python benchmarks/linear.py --works packing "weight sync plan"
+    python benchmarks/linear.py --largest        # seconds and memory of the driver for the largest runs, a process for each
 
 Nothing is generated or trained: the data are made up, and the servers are scripted. Seconds are of the processor. The exponent
 belongs to a power through the times of the smallest and the largest size; 1 is linear. A size is repeated up to five times
-within a second, and the fastest counts.
+within a second, and the fastest counts. Objects that were there before a work are frozen, as in the driver of a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
+import multiprocessing
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +60,8 @@ def dock(num_rows: int) -> float:
     return asyncio.run(play())
 
 
-def pool(num_requests: int) -> float:
-    """Requests are given to 64 servers."""
+def pool(num_requests: int, num_servers: int = 64) -> float:
+    """Requests are given to servers."""
     from scripted_server import ScriptedServer
 
     from mindspeed_rl.rollout.requests import Sampling
@@ -65,7 +69,7 @@ def pool(num_requests: int) -> float:
 
     async def play() -> float:
         servers = ServerPool(timeout_s=600.0)
-        for number in range(64):
+        for number in range(num_servers):
             await servers.add(ScriptedServer(f"server {number}"))
         sampling = Sampling(temperature=1.0, max_tokens=1000, stop_token_ids=())
         start = time.process_time()
@@ -128,6 +132,30 @@ def sync_plan(num_ranks: int) -> float:
     return time.process_time() - start
 
 
+def largest_sync_plan(num_ranks: int) -> float:
+    """The plan of a weight sync of 671B from TP2 PP8 EP16 to engines of TP4 EP64 on the same ranks, with their slices."""
+    from resharding import CLUSTERS
+
+    from mindspeed_rl.models import architecture_for
+    from mindspeed_rl.models.layout import Layout
+    from mindspeed_rl.resharding.layouts import InferenceLayout, rank_positions, training_slices
+    from mindspeed_rl.resharding.transfer_plan import TensorInfo, plan_transfer
+
+    cluster = CLUSTERS[-1]
+    architecture = architecture_for(cluster.config)
+    model = architecture.read_model_config(cluster.config)
+    ops = architecture.weight_ops(model)
+    tensors = [TensorInfo(name, shape, 2) for op in ops for name, shape in zip(op.hf, op.shapes)]
+    experts = model.num_moe_experts or 0
+    start = time.process_time()
+    layout = Layout(num_layers=model.num_layers, num_experts=experts, **cluster.train)
+    held = training_slices(ops, layout, rank_positions(layout, num_ranks))
+    engines = InferenceLayout(**(cluster.infer | {"replicas": num_ranks // 4}))
+    needed = engines.list_slices(ops, num_experts=experts)
+    plan_transfer(tensors, held, needed, bucket_bytes=512 << 20, find_node=lambda rank: rank // 16)
+    return time.process_time() - start
+
+
 def watch(num_iterations: int) -> float:
     """A page that follows a run reads one more iteration, of 20 metrics, and makes its figures; times the iterations of a run.
 
@@ -164,6 +192,44 @@ WORKS: dict[str, tuple[Callable[[int], float], str, int]] = {
 }
 
 
+#: work -> (what is done, what is counted, size of the largest run, a size for compilers and imports)
+LARGEST: dict[str, tuple[Callable[[int], float], str, int, int]] = {
+    "data plane": (dock, "rows", 65_536, 64),
+    "server pool of 256 engines": (partial(pool, num_servers=256), "requests", 65_536, 256),
+    "one response": (response, "tokens", 131_072, 64),
+    "packing": (packing, "rows", 65_536, 64),
+    "weight sync plan of 671B, once": (largest_sync_plan, "ranks", 4096, 256),
+    "watch, a new iteration": (watch, "iterations before", 100_000, 64),
+}
+
+
+def read_memory(name: str) -> float:
+    """Return a figure of this process's memory in MiB, VmRSS or VmHWM."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 1024
+
+
+def measure_largest(name: str) -> tuple[float, float]:
+    """Return seconds of the processor, and MiB above those of the smallest size."""
+    work, _, size, smallest = LARGEST[name]
+    work(smallest)
+    gc.collect()
+    gc.freeze()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = read_memory("VmRSS")
+    return work(size), read_memory("VmHWM") - before
+
+
+def print_largest() -> None:
+    """Print a row for each work."""
+    print("| work | size | seconds | MiB |\n|---|---:|---:|---:|")
+    context = multiprocessing.get_context("spawn")
+    for name, (_, counted, size, _) in LARGEST.items():
+        with context.Pool(1) as processes:
+            seconds, memory = processes.apply(measure_largest, (name,))
+        print(f"| {name} | {size:,} {counted} | {seconds:.3g} | {memory:,.0f} |", flush=True)
+
+
 def measure(work: Callable[[int], float], size: int) -> float:
     """The fastest of the rounds of a size."""
     seconds = [work(size)]
@@ -175,12 +241,18 @@ def measure(work: Callable[[int], float], size: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS))
+    parser.add_argument("--largest", action="store_true")
     arguments = parser.parse_args()
+    if arguments.largest:
+        print_largest()
+        return
     print("| work | " + " | ".join(f"x {factor}, s" for factor in FACTORS) + " | exponent |\n|---" + "|---:" * 5 + "|")
     for name in arguments.works:
         work, counted, smallest = WORKS[name]
         # compilers and imports are not part of a size
         work(smallest * FACTORS[-1] if name == "weight sync plan" else smallest)
+        gc.collect()
+        gc.freeze()  # as `trainers.launch` does
         seconds = [measure(work, smallest * factor) for factor in FACTORS]
         exponent = math.log(seconds[-1] / seconds[0], FACTORS[-1])
         cells: list[Any] = [f"{name}, {smallest:,} {counted}", *(f"{value:.3g}" for value in seconds), f"{exponent:.2f}"]

@@ -54,6 +54,11 @@ class HttpReply:
     retry_after: str = ""
 
     @property
+    def is_temporary(self) -> bool:
+        """True for a status that passes: overload, limits, gateways."""
+        return self.status in _TEMPORARY
+
+    @property
     def text(self) -> str:
         """The body as text."""
         return self.body.decode("utf-8", "replace")
@@ -123,7 +128,7 @@ class HttpClient:
                 reply = await self._send(
                     method, url, timeout=limit, headers=headers, params=params, json=json, data=_build_form(form) or data
                 )
-                if reply.status not in _TEMPORARY or attempt == last:
+                if not reply.is_temporary or attempt == last:
                     return read(reply)
                 wait_s = _read_seconds(reply.retry_after)
             except (OSError, ValueError, aiohttp.ClientError, asyncio.TimeoutError, HttpError) as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 #: objects between collections, and collections between two of the next generation; the first is 700 in Python
 _SELDOM = (50_000, 10, 10)
@@ -68,3 +68,10 @@ def auto_tokenizer() -> type[AutoTokenizer]:
     finally:
         if stands_in:
             delattr(generation, name)
+
+
+def plain_tokenizer() -> type[PreTrainedTokenizerFast]:
+    """Import the class of transformers that takes all steps of a tokenizer from tokenizer.json."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast

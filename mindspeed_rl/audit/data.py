@@ -286,7 +286,7 @@ def audit_data(
         report: takes a line about what is done.
 
     Raises:
-        ValueError: the data cannot be read at all.
+        ValueError: the data cannot be read at all, or a part has no row.
     """
     frame = find_frame([row.text for part in (train, *held_out.values()) for row in _first_prompts(part)])
     audit = DataAudit(train.stream.data_path)
@@ -317,6 +317,8 @@ def audit_data(
             label_keys.append(_NO_LABEL if row.label is None else hash_text(normalise(row.label)))
             places.append(number, row)
             near.add(text, words)
+        if not audit.num_rows:
+            raise ValueError(f"megatron_training.{train.stream.key}: {train.stream.data_path} has no row")
         report(f"{audit.num_rows:,} rows read; comparing them")
         audit.lengths = lengths.values
         audit.labels, audit.constant = labels.describe()
@@ -346,11 +348,19 @@ class _HeldOutIndex(OverlapIndex):
 def _index_held_out(held_out: Mapping[str, RowPart], frame: tuple[int, int], audit: DataAudit) -> _HeldOutIndex | None:
     places: dict[str, str] = {}
     for name, part in held_out.items():
-        audit.held_out[name] = 0
+        audit.held_out[name], left_out = 0, list[AuditRow]()
         for _, row in part:
-            if not row.left_out:
-                audit.held_out[name] += 1
-                places.setdefault(normalise(strip_frame(row.text, frame)), row.where)
+            if row.left_out:
+                left_out.append(row)
+                continue
+            audit.held_out[name] += 1
+            places.setdefault(normalise(strip_frame(row.text, frame)), row.where)
+        example = "".join(f"; {row.where}: {row.detail or row.left_out}" for row in left_out[:1])
+        if not audit.held_out[name]:
+            raise ValueError(f"megatron_training.{part.stream.key}: {part.stream.data_path} has no prompt{example}")
+        if left_out:
+            total = audit.held_out[name] + len(left_out)
+            audit.notes.append(f"{len(left_out):,} of {total:,} rows of the evaluation set {name} are left out{example}")
     return _HeldOutIndex(places) if places else None
 
 
@@ -484,6 +494,11 @@ def check_cleanable(train: RowPart, option: str = "--clean") -> None:
         )
 
 
+def name_dropped(path: Path) -> Path:
+    """Return the file with the reasons next to a cleaned file."""
+    return path.with_name(f"{path.stem}.dropped.jsonl")
+
+
 def write_clean(
     audit: DataAudit,
     train: RowPart,
@@ -505,7 +520,7 @@ def write_clean(
         OSError: a file cannot be written.
     """
     check_cleanable(train)
-    dropped_path = path.with_name(f"{path.stem}.dropped.jsonl")
+    dropped_path = name_dropped(path)
     kept = dropped = 0
     reasons_of = {index: (kind, "") for index, kind in (decided or {}).items()} | audit.reasons
     with contextlib.ExitStack() as files:

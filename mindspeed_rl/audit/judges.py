@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 
 from mindspeed_rl.audit.report import AuditReport, Section
 from mindspeed_rl.bounds import is_number
 from mindspeed_rl.data.handlers.prompt import as_text
-from mindspeed_rl.data.prompts import open_rows
-from mindspeed_rl.data.sources import read_chunk
+from mindspeed_rl.data.prompts import HUBS, open_rows, split_slice
+from mindspeed_rl.data.sources import has_files, read_chunk
+from mindspeed_rl.files import describe_missing
 from mindspeed_rl.rewards.agreement import cohen_kappa, fleiss_kappa, krippendorff_alpha, percent_agreement
-from mindspeed_rl.rewards.judge import JudgeClient, JudgeError, JudgeForm
-from mindspeed_rl.rewards.judge_addresses import JudgeAddress, list_judges, split_address
+from mindspeed_rl.rewards.judge import JudgeClient, JudgeError, JudgeForm, describe_failure
+from mindspeed_rl.rewards.judge_addresses import JudgeAddress, list_votes
+from mindspeed_rl.rewards.judge_outages import Outage
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rewards.scorer import ScorerError, read_score
 
@@ -73,6 +75,8 @@ def read_judged_rows(path: str, human: str | None) -> list[JudgedRow]:
         ValueError: a row has no prompt or response, or a mark that is none, or no row has a mark.
     """
     rows = list[JudgedRow]()
+    if not path.startswith(HUBS) and not has_files(split_slice(path)[0]):
+        raise ValueError(describe_missing(path))
     for chunk in open_rows(path).chunks():
         for number, row in read_chunk(chunk):
             where = f"{chunk.path}, row {number}"
@@ -121,49 +125,48 @@ def _read_mark(value: object, where: str) -> bool:
 
 
 def ask_judges(
-    settings: Sequence[RewardSettings], rows: Sequence[JudgedRow], report: Callable[[str], None] = lambda _: None
+    judges: Sequence[JudgeAddress],
+    settings: RewardSettings,
+    rows: Sequence[JudgedRow],
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[Panelist]:
-    """Ask every judge about every row.
+    """Ask every judge about every row, as often as the run would; each of its votes is a panelist.
 
     Args:
-        settings: settings of each judge: its address, model, and the prompt or rubric of all.
+        judges: the judges.
+        settings: prompt or rubric, parser and limits of all.
 
     Raises:
-        ValueError: settings of a judge are wrong.
+        ValueError: the settings are wrong.
     """
-    panel = list[Panelist]()
-    for each in settings:
-        form = JudgeForm(each)
-        for address in list_judges(each.judge_url, each.judge_model, each.judge_panel):
-            for repeat in range(each.judge_repeats):
-                name = _name_judge(each, address, repeat, [one.name for one in panel])
-                report(f"{name}: {len(rows):,} responses")
-                seed = repeat if each.judge_repeats > 1 else None
-                client = JudgeClient(address, form, temperature=each.judge_temperature, seed=seed)
-                panel.append(asyncio.run(_ask(client, form, each.judge_timeout_s, name, rows)))
+    form, panel = JudgeForm(settings), list[Panelist]()
+    outages = {judge.name: Outage(judge.name) for judge in judges}
+    for vote in list_votes(judges, settings.judge_repeats):
+        report(f"{vote.name}: {len(rows):,} responses")
+        client = JudgeClient(
+            vote.judge,
+            form,
+            limit_s=settings.judge_timeout_s,
+            outage=outages[vote.judge.name],
+            temperature=settings.judge_temperature,
+            seed=vote.seed,
+        )
+        panel.append(asyncio.run(_ask(client, form, vote.name, rows)))
     return panel
 
 
-def _name_judge(settings: RewardSettings, address: JudgeAddress, repeat: int, names: Sequence[str]) -> str:
-    """Return the name of a judge, or of one of its votes, that no earlier one has."""
-    name = f"judge {len(names) + 1}" if address.model is None else address.name
-    if settings.judge_repeats > 1:
-        name = f"{address.name}, vote {repeat + 1}"
-    return f"{name} ({len(names) + 1})" if name in names else name
-
-
-async def _ask(client: JudgeClient, form: JudgeForm, limit_s: float, name: str, rows: Sequence[JudgedRow]) -> Panelist:
+async def _ask(client: JudgeClient, form: JudgeForm, name: str, rows: Sequence[JudgedRow]) -> Panelist:
     gate, found = asyncio.Semaphore(_AT_ONCE), Panelist(name)
 
     async def ask(row: JudgedRow) -> tuple[float | None, tuple[bool, ...] | None, str]:
         async with gate:
             try:
-                opinion = await asyncio.wait_for(client.ask(form.write_request(row.sample)), limit_s)
+                opinion = await client.ask(form.write_request(row.sample))
                 score = None if opinion.score is None else read_score(opinion.score)
-            except TimeoutError:
-                return None, None, f"{row.where}: no reply in {limit_s:g} s (rl_config.judge_timeout_s)"
+            except (JudgeError, ScorerError) as error:
+                return None, None, f"{row.where}: {error}"
             except Exception as error:  # noqa: BLE001  # a parser of the user may raise anything
-                return None, None, f"{row.where}: {error if isinstance(error, (JudgeError, ScorerError)) else repr(error)}"
+                return None, None, f"{row.where}: {describe_failure(error)}"
         if score is None:
             return None, None, f"{row.where}: the parser of the reply has no opinion"
         return score[0], opinion.verdicts, ""
@@ -381,22 +384,3 @@ def _mean(values: Sequence[float | None]) -> str:
 
 def _format(value: float | None) -> str:
     return "undefined" if value is None else f"{value:.3f}"
-
-
-def make_panel_settings(settings: RewardSettings, judges: Sequence[str]) -> list[RewardSettings]:
-    """Return the settings of the run's own judges, where it has any, and of further ones, which are asked as often.
-
-    Args:
-        settings: settings of the run's rewards.
-        judges: addresses, with the name of the model before an @: model@http://host:port/v1.
-
-    Raises:
-        ValueError: there is none.
-    """
-    panel = [settings] if settings.judge_url is not None else []
-    for text in judges:
-        url, model = split_address(text)
-        panel.append(replace(settings, judge_url=url, judge_model=model, judge_panel=()))
-    if not panel:
-        raise ValueError("audit judges: the run has no rl_config.judge_url; name judges by --judge [MODEL@]URL")
-    return panel

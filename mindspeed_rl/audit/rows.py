@@ -106,6 +106,10 @@ class RowStream:
         """False for the files of `mindspeed-rl preprocess`."""
         return not list_packed_columns(split_slice(self.data_path)[0])
 
+    def list_files(self) -> list[Path]:
+        """Return the files of raw data; none of preprocessed data."""
+        return [Path(path) for path in open_rows(self.data_path).paths] if self.is_raw else []
+
     def __iter__(self) -> Iterator[AuditRow]:
         return self._read_raw() if self.is_raw else self._read_indexed()
 
@@ -223,9 +227,26 @@ def fits(row: AuditRow, run: Run) -> bool:
 
 
 def read_cases(part: RowPart) -> Iterator[Case]:
-    """Yield the prompts of a part as rows to attack; the first ones tell what the template adds to all."""
-    rows = (row for _, row in part if is_prompt(row, part.run))
+    """Yield the prompts of a part as rows to attack; the first ones tell what the template adds to all.
+
+    Raises:
+        ValueError: it has none.
+    """
+    left_out = list[AuditRow]()  # the first one
+
+    def read_prompts() -> Iterator[AuditRow]:
+        for _, row in part:
+            if is_prompt(row, part.run):
+                yield row
+            elif not left_out:
+                left_out.append(row)
+
+    rows = read_prompts()
     first = list(islice(rows, FRAME_TEXTS))
+    if not first:
+        reasons = [row.detail or row.left_out or "rl_config.max_prompt_length leaves it out" for row in left_out]
+        example = "".join(f"; {row.where}: {reason}" for row, reason in zip(left_out, reasons))
+        raise ValueError(f"megatron_training.{part.stream.key}: {part.stream.data_path} has no prompt{example}")
     frame = find_frame([row.text for row in first])
     for row in chain(first, rows):
         question = strip_frame(row.text, frame)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
-from mindspeed_rl.audit.data import audit_data, check_cleanable, write_clean, write_pass_rates
-from mindspeed_rl.audit.judges import JudgeAudit, JudgedRow, ask_judges, make_panel_settings, read_judged_rows
+from mindspeed_rl.audit.data import audit_data, check_cleanable, name_dropped, write_clean, write_pass_rates
+from mindspeed_rl.audit.judges import JudgeAudit, JudgedRow, ask_judges, read_judged_rows
 from mindspeed_rl.audit.pass_rates import COLUMN, PassRates
 from mindspeed_rl.audit.report import AuditReport
-from mindspeed_rl.audit.rows import RowPart, find_tokenizer_folder, open_run_data, read_cases
+from mindspeed_rl.audit.rows import RowPart, RowStream, find_tokenizer_folder, open_run_data, read_cases
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import load_run_config
+from mindspeed_rl.data.hub import parse_hub_name
 from mindspeed_rl.data.tokenizer import load_tokenizer
-from mindspeed_rl.files import write_file
+from mindspeed_rl.files import describe_missing, write_file
 from mindspeed_rl.rewards.judge_addresses import list_judges
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.run import Run
@@ -135,15 +136,13 @@ def _audit_data(argv: list[str]) -> int:
     )
     arguments = parser.parse_intermixed_args(argv)
     bound = _read_bound(parser, arguments.bound)
-    _check_sampling(parser, arguments)
     if arguments.drop_decided and arguments.clean is None:
         parser.error("--drop-decided leaves rows out of the file of --clean")
-    if arguments.pass_rates is not None and not arguments.pass_rates.parent.is_dir():
-        parser.error(f"--pass-rates {arguments.pass_rates}: {arguments.pass_rates.parent} is not a folder")
-    if arguments.clean is not None and not arguments.clean.parent.is_dir():
-        parser.error(f"--clean {arguments.clean}: {arguments.clean.parent} is not a folder")
+    _check_sampling(parser, arguments)
+    outputs = _check_outputs(parser, arguments)
     run = _read_run(arguments)
     _, (train, held_out) = _open_data(run)
+    _check_inputs(parser, outputs, [train.stream, *(part.stream for part in held_out.values())])
     for option in ("clean", "pass_rates"):
         if getattr(arguments, option) is not None:
             check_cleanable(train, f"--{option.replace('_', '-')}")
@@ -166,6 +165,35 @@ def _audit_data(argv: list[str]) -> int:
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
 
 
+def _check_outputs(parser: RunParser, arguments: Namespace) -> dict[str, Path]:
+    """Return the files that are written, by option; end with an error for one that cannot be, or that two options write."""
+    outputs = {
+        option: path
+        for option, name in (("--output", "output"), ("--clean", "clean"), ("--pass-rates", "pass_rates"))
+        if (path := getattr(arguments, name, None)) is not None
+    }
+    for option, path in outputs.items():
+        if path.is_dir() or not path.parent.is_dir():
+            folder = f"{path} is" if path.is_dir() else f"{path.parent} is not"
+            parser.error(f"{option} {path}: {folder} a folder; write the name of a file")
+    if "--clean" in outputs:
+        outputs["--clean (its second file)"] = name_dropped(outputs["--clean"])
+    options = dict[Path, str]()
+    for option, path in outputs.items():
+        other = options.setdefault(path.resolve(), option)
+        if other != option:
+            parser.error(f"{option} and {other} write the same file, {path}")
+    return outputs
+
+
+def _check_inputs(parser: RunParser, outputs: Mapping[str, Path], streams: Sequence[RowStream]) -> None:
+    """End with an error for a file that would take the place of data."""
+    inputs = {path.resolve(): stream.key for stream in streams for path in stream.list_files()}
+    for option, path in outputs.items():
+        if (key := inputs.get(path.resolve())) is not None:
+            parser.error(f"{option} {path} is a file of megatron_training.{key}; write another one")
+
+
 def _check_sampling(parser: RunParser, arguments: Namespace) -> None:
     """End with an error for options of samples without a model, or that no sample can have."""
     given = {name: value for name, value in vars(arguments).items() if name in _OF_SAMPLES}
@@ -175,6 +203,9 @@ def _check_sampling(parser: RunParser, arguments: Namespace) -> None:
             parser.error(f"{option} needs --model, whose samples it is about")
         if name in ("samples", "max_prompts") and value is not None and value < 1:
             parser.error(f"{option} {value} must be at least 1")
+    model = arguments.model
+    if model is not None and parse_hub_name(model) is None and not Path(model).expanduser().exists():
+        parser.error(f"--model: {describe_missing(model)}")
 
 
 def _sample(arguments: Namespace, run: Run, train: RowPart) -> PassRates:
@@ -212,6 +243,7 @@ def _audit_reward(argv: list[str]) -> int:
     _check_sampling(parser, arguments)
     if arguments.rows < 1:
         parser.error(f"--rows {arguments.rows} must be at least 1")
+    outputs = _check_outputs(parser, arguments)
     run = _read_run(arguments)
     if violations := check_reward_functions(run.rl):
         raise ConfigError(violations)
@@ -221,6 +253,7 @@ def _audit_reward(argv: list[str]) -> int:
     select_functions(run)  # raises before the data are read
     marked = [] if arguments.marked is None else _read_marked(arguments.marked)
     tokenizer, (train, _) = _open_data(run)
+    _check_inputs(parser, outputs, [train.stream])
     columns = {}
     if run.rl.multi_turn_enable:
         columns = registry.load("mindspeed_rl.rollout.trajectory:make_trial_columns", "audit")()
@@ -269,18 +302,23 @@ def _audit_judges(argv: list[str]) -> int:
     bound = _read_bound(parser, arguments.bound)
     if not 0 < arguments.threshold <= 1:
         parser.error(f"--threshold {arguments.threshold:g} must be above 0 and at most 1")
+    outputs = _check_outputs(parser, arguments)
+    if arguments.output is not None and outputs["--output"].resolve() == Path(arguments.responses).resolve():
+        parser.error(f"--output {arguments.output} is the file of --responses; write another one")
     run = _read_run(arguments)
     # by name: the check of an address imports torch
     make_settings = registry.load("mindspeed_rl.audit.reward:make_settings", "audit")
-    panel = make_panel_settings(make_settings(run), arguments.judge)
-    addresses = [list_judges(each.judge_url, each.judge_model, each.judge_panel) for each in panel]
-    if sum(map(len, addresses)) * panel[0].judge_repeats < 2 and arguments.human is None:
+    settings = make_settings(run)
+    if settings.judge_url is None and not arguments.judge:
+        raise ValueError("audit judges: the run has no rl_config.judge_url; name judges by --judge [MODEL@]URL")
+    judges = list_judges(settings.judge_url, settings.judge_model, settings.judge_panel, arguments.judge)
+    if len(judges) * settings.judge_repeats < 2 and arguments.human is None:
         parser.error("one judge agrees with itself; name a second one by --judge, or people's marks by --human")
     check_server = registry.load("mindspeed_rl.run.machine:check_server", "audit")
-    for address in (address for each in addresses for address in each):
-        check_server(address.url, "--judge")
+    for judge in judges:
+        check_server(judge.url, judge.where)
     rows = read_judged_rows(arguments.responses, arguments.human)
-    audit = JudgeAudit(rows, ask_judges(panel, rows, print_status), arguments.threshold)
+    audit = JudgeAudit(rows, ask_judges(judges, settings, rows, print_status), arguments.threshold)
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
 
 

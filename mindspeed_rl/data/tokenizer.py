@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import describe_missing, read_json
-from mindspeed_rl.importing import auto_tokenizer
+from mindspeed_rl.importing import auto_tokenizer, plain_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,14 +76,18 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     local = check_tokenizer_files(path)
     if not local and (name := parse_hub_name(str(path))) is not None:
         path, local = fetch(name, "tokenizer_name_or_path", "tokenizer"), True
+    is_plain_folder = local and use_fast and not trust_remote_code and _names_plain_class(Path(path).expanduser())
     try:
-        tokenizer: Any = auto_tokenizer().from_pretrained(
-            str(Path(path).expanduser()) if local else str(path), trust_remote_code=trust_remote_code, use_fast=use_fast
+        # not by AutoTokenizer, which first imports the model's configuration, and with it 1,000 modules
+        kind: Any = plain_tokenizer() if is_plain_folder else auto_tokenizer()
+        tokenizer: Any = kind.from_pretrained(
+            str(Path(path).expanduser()) if local else str(path),
+            **({} if is_plain_folder else {"trust_remote_code": trust_remote_code, "use_fast": use_fast}),
         )
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {reason}") from error
-    if local:
+    if local and not is_plain_folder:
         tokenizer = _obey_class(tokenizer, Path(path).expanduser(), trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {str(path)!r} has no eos_token; set one in its tokenizer_config.json")
@@ -92,14 +96,19 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     return tokenizer
 
 
+def _names_plain_class(folder: Path) -> bool:
+    """Return True for a folder whose tokenizer_config.json names the class that only reads its tokenizer.json."""
+    file = folder / "tokenizer_config.json"
+    named = read_json(file).get("tokenizer_class") if file.is_file() else None
+    return named in _PLAIN_CLASSES and (folder / "tokenizer.json").is_file()
+
+
 def _obey_class(tokenizer: Any, folder: Path, *, trust_remote_code: bool) -> Any:
     """Load a folder again with the plain class of tokenizer.json, if its tokenizer_config.json names that class.
 
     For the model types of its own classes transformers takes these, with their own steps in place of the file's.
     """
-    file = folder / "tokenizer_config.json"
-    named = read_json(file).get("tokenizer_class") if file.is_file() else None
-    if named not in _PLAIN_CLASSES or type(tokenizer).__name__ in _PLAIN_CLASSES or not (folder / "tokenizer.json").is_file():
+    if type(tokenizer).__name__ in _PLAIN_CLASSES or not _names_plain_class(folder):
         return tokenizer
     plain = next((kind for kind in type(tokenizer).__mro__ if kind.__name__ in _PLAIN_CLASSES), None)
     return tokenizer if plain is None else plain.from_pretrained(str(folder), trust_remote_code=trust_remote_code)

@@ -30,14 +30,13 @@ def _karmarkar_karp(lengths: Sequence[int], num_subsets: int) -> list[list[int]]
     following, last = [-1] * count, list(range(count))
     # the heap pops the state with the widest spread
     heap: list[tuple[int, int, list[int]]] = []
-    # states of one sequence wait in the order in which it would pop them, the next one last
-    singles = sorted(range(count), key=lambda i: (lengths[i], -i))
+    # subsets of one sequence wait in the order in which it would pop them, the next one last
+    singles = sorted((-length * count + i for i, length in enumerate(lengths)), reverse=True)
 
     def pop() -> list[int]:
-        # among equally wide states the states of one sequence are the oldest
-        if singles and (not heap or -lengths[singles[-1]] <= heap[0][0]):
-            i = singles.pop()
-            return [-lengths[i] * count + i]
+        # among equally wide states those of one sequence are the oldest
+        if singles and (not heap or singles[-1] // count <= heap[0][0]):
+            return [singles.pop()]
         return heapq.heappop(heap)[2]
 
     def join(subset: int, other: int) -> int:
@@ -50,9 +49,11 @@ def _karmarkar_karp(lengths: Sequence[int], num_subsets: int) -> list[list[int]]
         widest, second = pop(), pop()
         # the heaviest subset of one state joins the lightest of the other, which evens them out; most join an empty one
         num_joined = max(0, len(widest) + len(second) - num_subsets)
-        lightest = widest[len(widest) - num_joined :]
-        del widest[len(widest) - num_joined :]
-        _insert(widest, [*map(join, lightest, reversed(second)), *second[: len(second) - num_joined]])
+        lightest, matched = widest[len(widest) - num_joined :], second[len(second) - num_joined :]
+        del widest[len(widest) - num_joined :], second[len(second) - num_joined :]
+        # the longer list stays, so that a small state costs little next to one with many subsets
+        widest, fewer = (widest, second) if len(widest) >= len(second) else (second, widest)
+        _insert(widest, [*map(join, lightest, reversed(matched)), *fewer])
         smallest = -(widest[-1] // count) if len(widest) == num_subsets else 0
         # `tie` is unique: equal lengths give equal results everywhere
         heapq.heappush(heap, (smallest + widest[0] // count, tie, widest))
@@ -134,14 +135,18 @@ def pack_within_budget(
     _check_each(lengths, budget)
     bins: list[list[int]] = []
     loads: list[int] = []
-    space = _FreeSpace(budget, len(lengths))
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        i = space.find(lengths[index])
+    # two bins that are not full by their rows have more than the budget together
+    full_by_rows = 0 if max_rows is None else len(lengths) // max_rows
+    space = _FreeSpace(budget, min(len(lengths), full_by_rows + 2 * (sum(lengths) // budget) + 2))
+    # the longest first, then the first
+    for number in sorted(-length * len(lengths) + index for index, length in enumerate(lengths)):
+        index, length = number % len(lengths), -(number // len(lengths))
+        i = space.find(length)
         if i == len(bins):
             bins.append([])
             loads.append(0)
         bins[i].append(index)
-        loads[i] += lengths[index]
+        loads[i] += length
         is_full = max_rows is not None and len(bins[i]) >= max_rows
         space.set(i, -1 if is_full else budget - loads[i])
     # never more bins than sequences: the engine adds empty micro-batches where ranks need more

@@ -17,7 +17,8 @@ from typing import Generic, TypeVar
 from mindspeed_rl import registry
 from mindspeed_rl.files import describe_missing
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
-from mindspeed_rl.rewards.judge_addresses import JudgeAddress, list_judges
+from mindspeed_rl.rewards.judge_addresses import JudgeAddress, list_judges, list_votes
+from mindspeed_rl.rewards.judge_outages import Outage
 from mindspeed_rl.rewards.rubric import (
     TEMPLATE,
     Criterion,
@@ -33,7 +34,7 @@ from mindspeed_rl.rewards.votes import Vote, VoteError, count_votes
 
 _LOG = logging.getLogger(__name__)
 _ATTEMPTS = 4
-#: after the time limit of the votes of a panel, until the call itself is late
+#: after the time limit of the votes, until the call itself is late
 _GRACE_S = 5.0
 #: requests whose scores are kept for equal ones
 _REMEMBERED = 4096
@@ -213,7 +214,7 @@ class JudgeForm:
 
 def _read_vote(judge: str, opinion: Opinion | Exception) -> Vote:
     if isinstance(opinion, Exception):
-        return Vote(judge, error=str(opinion) if isinstance(opinion, JudgeError) else repr(opinion))
+        return Vote(judge, error=describe_failure(opinion))
     try:
         found = None if opinion.score is None else read_score(opinion.score)
     except ScorerError as error:
@@ -223,22 +224,39 @@ def _read_vote(judge: str, opinion: Opinion | Exception) -> Vote:
     return Vote(judge, found[0], found[1], opinion.verdicts)
 
 
+def describe_failure(error: Exception) -> str:
+    """Return why a judge gives no score."""
+    return str(error) if isinstance(error, (JudgeError, asyncio.TimeoutError)) else repr(error)
+
+
 class JudgeClient:
     """A judge at an address; equal requests, as groups of like responses make them, are sent once.
 
     Args:
         address: the server.
         form: prompt and parser.
+        limit_s: longest time of a request, with all its attempts.
+        outage: shared by all clients of the server's judge; None for a client that is the only one.
         temperature: temperature of its replies.
         seed: seed of its replies; None for the server's choice.
     """
 
-    def __init__(self, address: JudgeAddress, form: JudgeForm, *, temperature: float = 0.0, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        address: JudgeAddress,
+        form: JudgeForm,
+        *,
+        limit_s: float,
+        outage: Outage | None = None,
+        temperature: float = 0.0,
+        seed: int | None = None,
+    ) -> None:
         self._server = address.server
         self._url = address.url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._fields = {"model": address.model or "default", "temperature": temperature}
         self._fields |= {} if seed is None else {"seed": seed}
-        self._form, self._key = form, address.api_key
+        self._form, self._key, self._limit_s = form, address.api_key, limit_s
+        self._outage = outage or Outage(address.name)
         self._opinions = Recent[Opinion]()
         self._pending: dict[JudgeRequest, asyncio.Task[Opinion]] = {}
 
@@ -246,7 +264,8 @@ class JudgeClient:
         """Return what the reply to a request says.
 
         Raises:
-            JudgeError: the server rejects the request, or does not reply after four attempts.
+            JudgeError: the server rejects the request, does not reply after four attempts, or is left alone in an outage.
+            TimeoutError: it does not reply within the limit.
         """
         if request in self._opinions:
             return self._opinions[request]
@@ -255,20 +274,36 @@ class JudgeClient:
         if pending is None or pending.get_loop() is not loop:
             pending = self._pending[request] = loop.create_task(self._request(request))
             pending.add_done_callback(lambda _: self._pending.pop(request, None))
-        # the time limit of one caller does not end the request of the others
+        # the end of one caller does not end the request of the others
         return await asyncio.shield(pending)
 
     async def _request(self, request: JudgeRequest) -> Opinion:
+        attempts = 1 if self._outage.is_open else _ATTEMPTS
+        sent_at = self._outage.start(self._limit_s)
+        if sent_at is None:
+            raise JudgeError(f"the judge at {self._server} was {self._outage.describe()}")
+        try:
+            reply = await asyncio.wait_for(self._send(request, attempts), self._limit_s)
+        except asyncio.TimeoutError:
+            late = f"no reply in {self._limit_s:g} s (rl_config.judge_timeout_s)"
+            self._outage.record_failure(sent_at, late)
+            raise asyncio.TimeoutError(late) from None
+        except HttpError as error:
+            self._outage.record_failure(sent_at, str(error))
+            raise JudgeError(f"the judge at {self._server} answers nothing: {error}") from error
+        if reply.is_temporary:
+            self._outage.record_failure(sent_at, f"it answers {reply.status}")
+        else:
+            self._outage.record_reply()
+        opinion = self._opinions[request] = self._form.read_reply(request, self._read_content(reply))
+        return opinion
+
+    async def _send(self, request: JudgeRequest, attempts: int) -> HttpReply:
         body = {**self._fields, "messages": [{"role": "user", "content": request.text}]}
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         # a batch has an event loop of its own
-        async with HttpClient(_MAX_REPLY_BYTES, attempts=_ATTEMPTS, headers=headers) as client:
-            try:
-                content = await client.request("POST", self._url, self._read_content, json=body)
-            except HttpError as error:
-                raise JudgeError(f"the judge at {self._server} answers nothing: {error}") from error
-        opinion = self._opinions[request] = self._form.read_reply(request, content)
-        return opinion
+        async with HttpClient(_MAX_REPLY_BYTES, attempts=attempts, headers=headers) as client:
+            return await client.request("POST", self._url, lambda reply: reply, json=body)
 
     def _read_content(self, reply: HttpReply) -> str:
         if reply.status != 200:
@@ -301,36 +336,44 @@ class Judge:
     def __init__(self, settings: RewardSettings) -> None:
         self.form = JudgeForm(settings)
         judges = list_judges(settings.judge_url, settings.judge_model, settings.judge_panel)
-        seeds = list(range(settings.judge_repeats)) if settings.judge_repeats > 1 else [None]
+        outages = {judge.name: Outage(judge.name) for judge in judges}
+        limit_s, temperature = settings.judge_timeout_s, settings.judge_temperature
         #: a client per vote
         self._votes = [
-            (judge.part, JudgeClient(judge, self.form, temperature=settings.judge_temperature, seed=seed))
-            for judge in judges
-            for seed in seeds
+            (
+                vote.judge.part,
+                JudgeClient(
+                    vote.judge,
+                    self.form,
+                    limit_s=limit_s,
+                    outage=outages[vote.judge.name],
+                    temperature=temperature,
+                    seed=vote.seed,
+                ),
+            )
+            for vote in list_votes(judges, settings.judge_repeats)
         ]
-        self._limit_s = settings.judge_timeout_s
-        # the only vote is late with the call; one of several is missing
-        self.timeout_s = self._limit_s + (_GRACE_S if len(self._votes) > 1 else 0.0)
+        # a vote that is late is missing, not the call
+        self.timeout_s = limit_s + _GRACE_S
 
     async def __call__(self, sample: RewardSample) -> Score:
         """Return the score of the votes.
 
         Raises:
             JudgeError: the only vote, or too many of several, are missing.
+            TimeoutError: the only vote is late.
         """
         request = self.form.write_request(sample)
-        opinions = await asyncio.gather(*(self._ask(client, request) for _, client in self._votes))
+        opinions = await asyncio.gather(*(ask_or_fail(client, request) for _, client in self._votes))
         return self.form.decide(request, [judge for judge, _ in self._votes], opinions)
 
-    async def _ask(self, client: JudgeClient, request: JudgeRequest) -> Opinion | Exception:
-        try:
-            return await asyncio.wait_for(client.ask(request), self._limit_s)
-        except asyncio.TimeoutError:
-            if len(self._votes) == 1:
-                raise
-            return JudgeError(f"no reply in {self._limit_s:g} s (rl_config.judge_timeout_s)")
-        except Exception as error:  # noqa: BLE001 - any failure of a user's parser is a missing vote
-            return error
+
+async def ask_or_fail(client: JudgeClient, request: JudgeRequest) -> Opinion | Exception:
+    """Return what a judge says about a request, or the error that it has ended with: any failure of a user's parser too."""
+    try:
+        return await client.ask(request)
+    except Exception as error:  # noqa: BLE001 - as above
+        return error
 
 
 def _read_template(path: str | None, default: str) -> str:

@@ -1,11 +1,11 @@
-"""Addresses of judges: the one at `judge_url`, and those of `judge_panel`."""
+"""Addresses of judges, and the names of their votes: the one at `judge_url`, those of `judge_panel`, and those of `--judge`."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from mindspeed_rl.redaction import hide_in_text
@@ -53,33 +53,59 @@ def split_address(text: str) -> tuple[str, str | None]:
     return (f"http{url}", model) if model else (text, None)
 
 
-def list_judges(url: str | None, model: str | None, panel: Sequence[str] = ()) -> list[JudgeAddress]:
-    """Return the judge at `judge_url`, and those of `judge_panel`.
+def list_judges(
+    url: str | None, model: str | None, panel: Sequence[str] = (), further: Sequence[str] = ()
+) -> list[JudgeAddress]:
+    """Return the judge at `judge_url`, those of `judge_panel`, and further ones of a command's option `--judge`.
 
-    The key of the first is in JUDGE_API_KEY, and of the second in JUDGE_API_KEY_2; no server gets the key of another one.
+    A judge has the name of its model, else its place among all; the key of the first is in JUDGE_API_KEY, and of the second in
+    JUDGE_API_KEY_2: no server gets the key of another one.
 
     Raises:
         ValueError: there is no address, one is no http(s) address, or a judge is there twice.
     """
-    if not url:
+    if not url and not further:
         raise ValueError("the reward function 'judge' needs rl_config.judge_url, the address of an OpenAI-compatible server")
+    places = [("rl_config.judge_url", url, model)] if url else []
+    places += [("rl_config.judge_panel", *split_address(text)) for text in panel]
+    places += [("--judge", *split_address(text)) for text in further]
     judges = list[JudgeAddress]()
-    for index, (address, name) in enumerate([(url, model), *map(split_address, panel)], 1):
-        where = "rl_config.judge_url" if index == 1 else "rl_config.judge_panel"
+    for index, (where, address, name) in enumerate(places, 1):
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            form = "http://host:port/v1" if index == 1 else "http://host:port/v1 or MODEL@http://host:port/v1"
+            form = "http://host:port/v1" + ("" if where == "rl_config.judge_url" else " or MODEL@http://host:port/v1")
             raise ValueError(f"{where} is '{hide_in_text(address)}'; it must look like {form}")
         if any((one.url, one.model) == (address, name) for one in judges):
             raise ValueError(
                 f"{where} has {name or 'the model'} at {hide_in_text(address)} a second time; rl_config.judge_repeats asks a "
                 "judge several times"
             )
-        title = f"judge {index}" if name is None else name
-        if title in [one.name for one in judges]:
-            title = f"{title} ({index})"
         mine = (_API_KEY_VARIABLE,) if index == 1 else (f"{_API_KEY_VARIABLE}_{index}",)
         if judges and parts.netloc == urlsplit(judges[0].url).netloc and parts.scheme == urlsplit(judges[0].url).scheme:
             mine = (*mine, _API_KEY_VARIABLE)
-        judges.append(JudgeAddress(title, address, name, where, mine))
+        judge = JudgeAddress(f"judge {index}" if name is None else name, address, name, where, mine)
+        while judge.part in [one.part for one in judges]:
+            judge = replace(judge, name=f"{judge.name} ({index})")
+        judges.append(judge)
     return judges
+
+
+@dataclass(frozen=True)
+class JudgeVote:
+    """A vote of a judge about each response.
+
+    Attributes:
+        name: name of the vote: the judge's, with a number where it has several.
+        seed: seed of its replies; None for the server's choice.
+    """
+
+    judge: JudgeAddress
+    name: str
+    seed: int | None
+
+
+def list_votes(judges: Sequence[JudgeAddress], repeats: int) -> list[JudgeVote]:
+    """Return the votes of judges that are asked `repeats` times each; the votes of a judge have different seeds."""
+    if repeats == 1:
+        return [JudgeVote(judge, judge.name, None) for judge in judges]
+    return [JudgeVote(judge, f"{judge.name}, vote {seed + 1}", seed) for judge in judges for seed in range(repeats)]

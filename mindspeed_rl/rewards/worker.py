@@ -142,8 +142,8 @@ class _Worker:
             try:
                 returned = await asyncio.wait_for(scorer.call([sample], self._settings), limit_s)
                 value = scorer.to_values(returned, 1)[0]
-            except asyncio.TimeoutError:
-                self._send(index, row, state="timeout", text=f"took longer than {limit_s:g} s")
+            except asyncio.TimeoutError as late:  # of this limit, or of one that the function has set itself
+                self._send(index, row, state="timeout", text=str(late) or f"took longer than {limit_s:g} s")
             except Exception as error:  # noqa: BLE001 (any exception of the user's code is a failed score)
                 self._send(index, row, error=error)
             else:

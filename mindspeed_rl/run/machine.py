@@ -35,7 +35,7 @@ def list_machine_checks(run: Run) -> Iterator[Callable[[], object]]:
     yield partial(_check_cache, run)
     yield partial(_check_offload_folder, run)
     if run.config.rl_config is not None and not run.config.is_supervised and run.rl.judge_url is not None:
-        yield partial(_warn_of_judges, run.rl)
+        yield partial(check_judges, run.rl)  # the judges are asked once the data are read, which also warns
     for host, port in run.placement.servers:
         yield partial(check_server, f"http://{host}:{port}", "generate_config.vllm_server_host")
 
@@ -109,11 +109,6 @@ def check_server(url: str, key: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"{key}: {hide_in_text(url)} cannot be reached ({reason}); start the server before the run") from error
-
-
-def _warn_of_judges(rl: RLConfig) -> None:
-    for sentence in check_judges(rl):
-        print(f"warning: {sentence}", flush=True)
 
 
 def check_judges(rl: RLConfig) -> list[str]:

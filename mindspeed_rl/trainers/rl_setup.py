@@ -40,9 +40,10 @@ from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.rewards.dry_run import DryRun, Trial, dry_run_reward_functions
 from mindspeed_rl.rewards.judge import JudgeForm
+from mindspeed_rl.rewards.judge_trial import try_judges
 from mindspeed_rl.rewards.labels import try_labels
 from mindspeed_rl.rewards.pool import RewardPool
-from mindspeed_rl.rewards.samples import RewardSettings
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.rewards.totals import read_part_weights
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
@@ -272,12 +273,30 @@ def _try_rewards(
     columns = first["columns"] | (make_trial_columns() if rl.multi_turn_enable else {})
     if errors := functions.find_missing(first["label"], columns) or errors:
         raise ConfigError(errors)
+    reader = SampleReader(tokenizer, rl.verifier_reads, run.config.response_limit)
+    sample = reader.read_trial(first, multi_turn=rl.multi_turn_enable)
     if functions.required:
-        reader = SampleReader(tokenizer, rl.verifier_reads, run.config.response_limit)
-        sample = reader.read_trial(first, multi_turn=rl.multi_turn_enable)
         trial = Trial(sample, RewardSettings.from_config(rl, max_tokens=run.config.response_limit))
         if violations := dry_run_reward_functions(rl, env, trial=trial).violations:
             raise ConfigError(violations)
+    return [*warnings, *_try_judges(run, sample)]
+
+
+def _try_judges(run: Run, sample: RewardSample) -> list[str]:
+    """Ask the judges of the run, and that of its audit, about a response; return warnings.
+
+    Raises:
+        ValueError: judges that are needed give no score.
+    """
+    limit, warnings = run.config.response_limit, list[str]()
+    if run.rl.judge_url is not None:
+        warnings += try_judges(RewardSettings.from_config(run.rl, max_tokens=limit), sample)
+    if run.config.audit.judge_url is not None:
+        strict = derive_audit_rewards(run.rl, run.config.audit)
+        try:
+            try_judges(RewardSettings.from_config(strict, max_tokens=limit), sample)
+        except ValueError as error:
+            raise ValueError(str(error).replace("rl_config.judge_url", "audit.judge_url")) from error
     return warnings
 
 

@@ -16,7 +16,8 @@ import json, sys
 from mindspeed_rl.data.tokenizer import load_tokenizer
 
 def brought():
-    models = ("transformers.modeling_utils", "transformers.generation.utils", "torch._dynamo")
+    models = ("transformers.modeling_utils", "transformers.generation.utils", "torch._dynamo",
+              "transformers.core_model_loading", "transformers.models.qwen2.configuration_qwen2")
     return [name for name in models if name in sys.modules]
 
 tokenizer = load_tokenizer(sys.argv[1])

@@ -106,6 +106,19 @@ def test_a_constant_answer_wins_where_its_label_is_far_over_chance(audit: Audit,
     assert found["constant_answer"]["share"] == max(map(labels.count, labels)) / len(labels)
 
 
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_notes_are_of_the_data_as_a_whole_and_count_against_no_bound(audit: Audit, is_planted: bool) -> None:
+    rows = [{"prompt": f"How many are {n} and {n + 1} {story(n, 9)}?", "labels": str(2 * n + 1)} for n in range(130)]
+    keys = ["rl_config.verifier_function=[exact_match]", "rl_config.max_prompt_length=150", "--bound=0"]
+    if is_planted:
+        rows = [*rows, {"prompt": "小明有三个苹果，一共几个？", "labels": "3"}]
+        keys = [*keys, "rl_config.max_prompt_length=4000", "megatron_training.global_batch_size=4096"]
+    code, found = audit("data", rows, *keys)
+    begins = ("131 prompts are fewer than the", "The longest prompt has", "A few prompts are written otherwise")
+    assert code == 0 and len(found["notes"]) == (3 if is_planted else 0), found["notes"]
+    assert all(note.startswith(begin) for note, begin in zip(found["notes"], begins))
+
+
 def test_the_part_that_split_holds_back_is_the_evaluation_set(audit: Audit) -> None:
     rows = [*ROWS[:18], ROWS[0], ROWS[39]]  # the last two of 20 are held back
     code, found = audit("data", rows, "megatron_training.split='90,10,0'")
@@ -291,16 +304,56 @@ def test_huge_and_odd_rows_are_audited(audit: Audit) -> None:
         (["megatron_training.data_path=/nowhere/x.jsonl"], "/nowhere"),
         (["--bound=2"], "--bound 2 must be a fraction"),
         (["--clean=/nowhere/x.jsonl"], "/nowhere is not a folder"),
+        (["--clean=/"], "--clean /: / is a folder"),
+        (["-o/nowhere/x.html"], "--output /nowhere/x.html: /nowhere is not a folder"),
+        (["--model=/nowhere/model"], "--model: '/nowhere/model' does not exist"),
         (["megatron_training.tokenizer_name_or_path=null"], "tokenizer_name_or_path: not set"),
         (["megatron_training.stage=sft"], "stage: sft; the audit is of runs with rollouts"),
     ],
 )
-def test_wrong_arguments_are_refused_in_a_sentence(audit: Audit, options: list[str], text: str) -> None:
+def test_wrong_arguments_are_refused_in_a_sentence(
+    audit: Audit, options: list[str], text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(audit, capfd, text, *options)
+
+
+def assert_refused(audit: Audit, capfd: pytest.CaptureFixture[str], text: str, *options: str, **keys: Any) -> None:
     try:
-        code, printed = audit("data", ROWS[:3], *options)
+        code, printed = audit("data", ROWS[:3], *options, **keys)
     except SystemExit as end:  # argparse
-        code, printed = end.code, text
-    assert code == 2 and text in str(printed)
+        code, printed = end.code, " ".join(capfd.readouterr().err.split())
+    assert code == 2 and text in str(printed), printed
+
+
+def test_no_output_takes_the_place_of_data_or_of_another_output(
+    audit: Audit, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
+    for option in ("--clean", "--output"):
+        text = f"{option} {train} is a file of megatron_training.data_path"
+        assert_refused(audit, capfd, text, f"{option}={train}")
+        assert len(train.read_text().splitlines()) == 3
+    text = f"--clean {held_out} is a file of megatron_training.eval_data_path"
+    assert_refused(audit, capfd, text, f"--clean={held_out}", held_out=ROWS[5:7])
+    twice = [f"--clean={tmp_path}/c.jsonl", f"--output={tmp_path}/c.dropped.jsonl"]
+    assert_refused(audit, capfd, "--clean (its second file) and --output write the same file", *twice)
+
+
+def test_data_without_a_row_and_evaluation_sets_without_a_prompt_are_refused(
+    audit: Audit, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, text = audit("data", [""])
+    assert code == 2 and "data_path: " in text and "train.jsonl has no row" in text
+    text = "heldout.jsonl has no prompt; heldout.jsonl, row 1: is not valid JSON"
+    assert_refused(audit, capfd, text, held_out=['{"prompt"'])
+    code, found = audit("data", ROWS[:9], held_out=[*ROWS[20:22], {"prompt": "", "labels": "1"}])
+    note = found["notes"][0]
+    assert code == 0 and "1 of 3 rows of the evaluation set" in note and "heldout.jsonl, row 3" in note
+
+
+def test_an_audit_of_rewards_without_a_prompt_says_why(audit: Audit) -> None:
+    code, text = audit("reward", [{"prompt": "How many?"}])
+    assert code == 2 and "train.jsonl has no prompt; train.jsonl, row 1: has no column" in text
 
 
 def test_an_unknown_kind_names_the_known_ones(capfd: pytest.CaptureFixture[str]) -> None:

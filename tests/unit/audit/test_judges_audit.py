@@ -13,15 +13,20 @@ from typing import Any
 import pytest
 from audited_rows import write_rows
 
+from mindspeed_rl.rewards.judge_addresses import list_judges
+
 Audit = Callable[..., tuple[int, Any]]
 
 
 class Judges(BaseHTTPRequestHandler):
     """Judges by the name of the model: by the label, all right, by a number of the response, or not at all."""
 
+    keys: dict[tuple[str, str], str | None] = {}
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text, model = body["messages"][0]["content"], body["model"]
+        self.keys[self.headers["Host"].partition(":")[0], model] = self.headers.get("Authorization")
         label, answer = re.search(r"\[Reference answer\]\n(.*?)\n\n\[Answer to judge\]\n(\d+)", text, re.DOTALL).groups()
         is_right = {"exact": label == answer, "also_exact": label == answer, "kind": True, "odd": int(answer) % 2 == 1}
         self.reply(is_right.get(model), answer, has_criteria="[Criteria]" in text)
@@ -136,6 +141,8 @@ def test_one_judge_alone_and_an_address_without_a_server_are_refused(judge: Call
     code, text = judge("", ROWS, "--judge=no_address", "--human=human")
     assert code == 2 and "must look like http://host:port/v1" in text
     assert "the run has no rl_config.judge_url" in judge("", ROWS, "--human=human")[1]
+    code, text = judge("exact", ROWS, "--human=human", "--responses=nothere")
+    assert code == 2 and "'nothere' does not exist" in text
 
 
 def test_the_panel_of_the_run_is_asked_and_each_vote_of_a_judge_is_one(judge: Callable[..., tuple[int, Any]], url: str) -> None:
@@ -145,3 +152,26 @@ def test_the_panel_of_the_run_is_asked_and_each_vote_of_a_judge_is_one(judge: Ca
     assert [pair["percent"] for pair in found["pairs"]] == [1.0, 0.5, 0.5]
     code, found = judge("", ROWS, *keys[:2], "rl_config.judge_repeats=2", "rl_config.judge_temperature=0.7")
     assert code == 0 and [one["name"] for one in found["judges"]] == ["exact, vote 1", "exact, vote 2"]
+
+
+def test_judges_have_the_names_and_the_keys_that_they_have_in_a_run(
+    judge: Callable[..., tuple[int, Any]], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = url.replace("127.0.0.1", "localhost")
+    for variable in ("JUDGE_API_KEY", "JUDGE_API_KEY_2", "JUDGE_API_KEY_3"):
+        monkeypatch.setenv(variable, variable)
+    keys = [f"rl_config.judge_url={url}", "rl_config.judge_model=exact"]
+    Judges.keys = {}
+    _, found = judge("", ROWS, *keys, f"--judge=exact@{elsewhere}", f"--judge=odd@{elsewhere}", f"--judge={url}")
+    names = [one["name"] for one in found["judges"]]
+    assert names == ["exact", "exact (2)", "odd", "judge 4"]
+    panel = [f"exact@{elsewhere}", f"odd@{elsewhere}", url]
+    assert names == [one.name for one in list_judges(url, "exact", panel)]
+    assert Judges.keys == {
+        ("127.0.0.1", "exact"): "Bearer JUDGE_API_KEY",
+        ("localhost", "exact"): "Bearer JUDGE_API_KEY_2",
+        ("localhost", "odd"): "Bearer JUDGE_API_KEY_3",
+        ("127.0.0.1", "default"): "Bearer JUDGE_API_KEY",
+    }
+    code, text = judge("exact", ROWS, *keys)
+    assert code == 2 and "--judge has exact at" in text and "a second time" in text

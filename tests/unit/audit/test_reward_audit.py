@@ -41,18 +41,27 @@ def won(found: dict[str, Any], group: str = "cheats") -> set[str]:
     return {title for title, one in found[group].items() if one["share"] > 0.5 and not title.startswith("together")}
 
 
-@pytest.mark.parametrize(
-    ("functions", "rows", "expected"),
-    [
-        ("anywhere", ROWS, {"all numbers up to 100", HEDGE, THOUGHT}),
-        ("any_box", ROWS, {"all numbers up to 100", HEDGE, THOUGHT}),
-        ("tags", ROWS, {"format tags alone"}),
-        ("longer", ROWS, {"all numbers up to 100", "one word, again and again"}),
-        ("word_count", [{"prompt": f"A sentence about cats with exactly {n} words.", "labels": str(n)} for n in (4, 5, 6, 7)],
-         {"as many words as the prompt has for a number"}),
-        ("runs", TESTS, {"programs that end early or equal everything"}),
-    ],
-)  # fmt: skip
+#: functions, rows, and the cheats that they pay for
+PLANTED = [
+    ("anywhere", ROWS, {"all numbers up to 100", HEDGE, THOUGHT}),
+    ("any_box", ROWS, {"all numbers up to 100", HEDGE, THOUGHT}),
+    ("tags", ROWS, {"format tags alone"}),
+    ("longer", ROWS, {"all numbers up to 100", "one word, again and again"}),
+    ("word_count", [{"prompt": f"A sentence about cats with exactly {n} words.", "labels": str(n)} for n in (4, 5, 6, 7)],
+     {"as many words as the prompt has for a number"}),
+    ("runs", TESTS, {"programs that end early or equal everything"}),
+    ("careless", ROWS, {"nothing", "the form without an answer", "a sentence that says nothing"}),
+]  # fmt: skip
+#: cheats that other tests plant
+PLANTED_ELSEWHERE = {"every number of the prompt", "all choices", "the prompt copied", "instructions to the judge"}
+
+
+def test_each_cheat_has_a_planted_hole() -> None:
+    planted = set[str]().union(*(expected for _, _, expected in PLANTED), PLANTED_ELSEWHERE)
+    assert planted == {cheat.title for cheat in (*CHEATS, *LABEL_CHEATS)}
+
+
+@pytest.mark.parametrize(("functions", "rows", "expected"), PLANTED)
 def test_a_planted_hole_is_found_by_its_cheat(
     audit: Audit, functions: str, rows: list[dict[str, str]], expected: set[str]
 ) -> None:
@@ -113,6 +122,22 @@ def test_a_reward_that_tells_nothing_apart_fails(audit: Audit) -> None:
 def test_a_wrong_sign_that_is_accepted_fails_and_its_twin_does_not(audit: Audit) -> None:
     code, found = attack(audit, "no_sign")
     assert code == 1 and won(found, "mutations") == {"sign"} and found["mutations"]["a digit"]["share"] == 0.0
+
+
+LISTS = [{"prompt": f"Which of {n} to {n + 9} are odd?", "labels": f"{n}, {n + 2}, {n + 4}"} for n in range(11, 40, 8)]
+
+
+@pytest.mark.parametrize(
+    ("functions", "expected"),
+    [
+        ("subset", {"an element missing", "other order"}),  # other order is for information
+        ("superset", {"an element added", "other order"}),
+        ("only_box", set()),
+    ],
+)
+def test_a_list_with_an_element_less_or_more_that_is_accepted_fails(audit: Audit, functions: str, expected: set[str]) -> None:
+    code, found = attack(audit, functions, rows=LISTS)
+    assert (code, won(found, "mutations")) == (int(bool(expected)), expected)
 
 
 def test_the_search_keeps_what_earns_more_than_its_parts(audit: Audit) -> None:

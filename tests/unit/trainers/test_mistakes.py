@@ -111,15 +111,19 @@ def free_port() -> int:
 LISTENING: list[socket.socket] = []
 
 
+def listen() -> str:
+    """Return the address of a judge that takes connections and never replies."""
+    LISTENING.append(socket.create_server(("127.0.0.1", 0)))
+    return f"http://127.0.0.1:{LISTENING[-1].getsockname()[1]}/v1"
+
+
 def judged_by(prompt: str, content: str | None = None) -> Callable[[], list[str]]:
     """Return a maker of a judge that listens, whose prompt is in a file."""
 
     def write() -> list[str]:
-        LISTENING.append(socket.create_server(("127.0.0.1", 0)))
         if content is not None:
             Path(prompt).write_text(content)
-        address = f"http://127.0.0.1:{LISTENING[-1].getsockname()[1]}/v1"
-        return [f"rl_config.judge_url={address}", "rl_config.judge_model=x", f"rl_config.judge_prompt={prompt}"]
+        return [f"rl_config.judge_url={listen()}", "rl_config.judge_model=x", f"rl_config.judge_prompt={prompt}"]
 
     return write
 
@@ -324,6 +328,14 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "judge that is not there": (
         lambda: [f"rl_config.judge_url=http://127.0.0.1:{free_port()}/v1", "rl_config.judge_model=x"],
         ["rl_config.judge_url: http://127.0.0.1:", "cannot be reached", "start the server"],
+    ),
+    "judge that never replies": (
+        lambda: [f"rl_config.judge_url={listen()}", "rl_config.judge_model=x", "rl_config.judge_timeout_s=0.5"],
+        ["rl_config.judge_url: the judge x gives no score for a response to the first row", "no reply in 0.5 s"],
+    ),
+    "judge of the audit that never replies": (
+        lambda: [f"audit.judge_url={listen()}", "rl_config.judge_timeout_s=0.5"],
+        ["audit.judge_url: the judge judge 1 gives no score", "no reply in 0.5 s"],
     ),
     "name on a hub without a network": (
         keys("actor_config.load=Nobody/nothing-1b", "megatron_training.tokenizer_name_or_path=Nobody/nothing-1b"),
