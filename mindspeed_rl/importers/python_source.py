@@ -34,6 +34,7 @@ class Names:
     Attributes:
         bound: name -> line and value, in the order of the file; None for a value that cannot be read.
         modules: name -> module of an import.
+        originals: name -> name of it in that module.
         parsed: names of results of a parser, which have the options of the command line.
         changed: attributes and functions that code sets: the line and its text.
         functions, classes: definitions of the program, by name.
@@ -47,6 +48,7 @@ class Names:
         self.given, self.variables = given, variables
         self.bound: dict[str, list[tuple[int, ast.expr | None]]] = {}
         self.modules: dict[str, str] = {}
+        self.originals: dict[str, str] = {}
         self.parsed: set[str] = set()
         self.changed: list[tuple[int, str]] = []
         functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -89,6 +91,7 @@ class Names:
     def _bind(self, node: ast.stmt, *, always: bool) -> None:
         if isinstance(node, ast.ImportFrom) and node.module:
             self.modules |= {alias.asname or alias.name: node.module for alias in node.names}
+            self.originals |= {alias.asname or alias.name: alias.name for alias in node.names}
         pairs: list[tuple[ast.expr, ast.expr | None]] = []
         if isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]

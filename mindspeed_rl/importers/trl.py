@@ -49,6 +49,7 @@ from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file, read_first_row, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import (
+    ALL_DEVICES,
     count_accelerated,
     describe_preprocessing,
     join_words,
@@ -65,7 +66,7 @@ from mindspeed_rl.importers.translators import (
 )
 from mindspeed_rl.importers.trl_distillation import OPTIONS as GKD_OPTIONS
 from mindspeed_rl.importers.trl_distillation import describe_gkd
-from mindspeed_rl.importers.trl_program import read_program
+from mindspeed_rl.importers.trl_program import MADE_KEYS, Program, read_program, read_reward_file
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults
 
 #: program -> stage here
@@ -126,12 +127,14 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             options[name[3:]] = not options.pop(name)
         launch = {name: values.pop(name) for name in ("num_processes", "accelerate_config", "num_machines") if name in values}
         launch |= launcher | {name: options.pop(name) for name in ("num_processes", "accelerate_config") if name in options}
-        world = devices or _count_processes(command, launch)
+        world = devices or _count_processes(command, words[: place + 1], launch)
         if code is not None:
             return _read_code(command, code, values | options, world)
         if not program:
             program = _guess_program(values | options)
-        return SourceCommand(program, values | options, command.environment, world, _TABLES[program], loop=command.loop)
+        own = _read_modules(command, values | options)
+        table = _TABLES[program] | {_COLUMNS: part("dataset_additional_keys")}
+        return SourceCommand(program, own, command.environment, world, table, loop=command.loop)
     raise ConfigError(["there is no command of TRL, such as trl grpo --model_name_or_path Qwen/Qwen3-4B --dataset_name ..."])
 
 
@@ -149,6 +152,10 @@ def _find_program(words: list[str]) -> tuple[int, str | None]:
     return (0, "") if is_file else (0, None)
 
 
+#: rewards that functions of TRL make in a program, with their numbers
+_MADE = "made_rewards"
+#: reward functions of TRL that compare with the column `solution`
+_READ_SOLUTION = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
 #: columns of the data that the reward functions of a program read
 _COLUMNS = "reward_columns"
 #: of a program whose arguments are in its code
@@ -187,9 +194,40 @@ def _find_code(command: Command, name: str, *, is_alone: bool) -> Path | None:
 def _read_code(command: Command, path: Path, given: Mapping[str, object], devices: int) -> SourceCommand:
     """Return the command that trains as a program does."""
     program = read_program(path, given, command.environment)
-    options: dict[str, object] = dict(program.options) | ({_COLUMNS: program.columns} if program.columns else {})
-    table = _TABLES[program.trainer] | {_COLUMNS: part("dataset_additional_keys")}
-    return SourceCommand(program.trainer, options, command.environment, devices, table, loop=command.loop)
+    own = {name: value for name, value in ((_COLUMNS, program.columns), (_MADE, program.made)) if value}
+    table = _TABLES[program.trainer] | {_COLUMNS: part("dataset_additional_keys"), _MADE: part(MADE_KEYS)}
+    return SourceCommand(program.trainer, {**program.options, **own}, command.environment, devices, table, loop=command.loop)
+
+
+def _read_modules(command: Command, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options with reward functions of modules in our form, and the columns that they read.
+
+    Raises:
+        ConfigError: the file of a module is not here, or holds a function of another form.
+    """
+    given = options.get("reward_funcs")
+    names = [str(name) for name in (given if isinstance(given, list) else [given] if given else [])]
+    program, result = Program("grpo"), dict(options)
+    for place, name in enumerate(names):
+        module, dot, function = name.rpartition(".")
+        if not dot or ":" in name:
+            continue
+        if module.split(".")[0] == "trl" and function in _FUNCTIONS and not function.startswith("get_"):
+            names[place] = function
+            continue
+        path = module.replace(".", "/")
+        file = find_file(command, f"{path}.py") or find_file(command, f"{path}/__init__.py")
+        if file is None:
+            absent = f"{path}.py is not here, and the function says which columns it reads"
+            way = "run the import in the folder from which its module is imported"
+            program.unread.append(f"--reward_funcs {name}: {absent}; {way}")
+        elif not read_reward_file(program, file, function):
+            program.unread.append(f"--reward_funcs {name}: {file} defines no function {function}")
+        names[place] = f"{module}:{function}"
+    if program.unread:
+        raise ConfigError(program.unread)
+    result |= {"reward_funcs": names} if names else {}
+    return result | ({_COLUMNS: program.columns} if program.columns else {})
 
 
 def _split_options(words: list[str]) -> dict[str, object]:
@@ -208,15 +246,26 @@ def _split_options(words: list[str]) -> dict[str, object]:
     return join_words(options)
 
 
-def _count_processes(command: Command, launch: Mapping[str, object]) -> int:
-    """Return the training processes: of accelerate or torchrun, else of the visible devices, else 1."""
+def _count_processes(command: Command, words: list[str], launch: Mapping[str, object]) -> int:
+    """Return the training processes: of accelerate or torchrun, else of the visible devices; 1 for a program by itself.
+
+    Args:
+        words: launcher and program.
+
+    Raises:
+        ConfigError: accelerate, which `trl` calls, takes all devices of a machine, whose number nothing says.
+    """
     if (count := count_accelerated(command, launch, _ACCELERATE)) is not None:
         return count
     environment, per_node = command.environment, launch.get("nproc_per_node")
     if per_node is not None:
         return read_count("nproc_per_node", per_node) * read_count("nnodes", launch.get("nnodes", 1))
     visible = environment.get("ASCEND_RT_VISIBLE_DEVICES") or environment.get("CUDA_VISIBLE_DEVICES") or ""
-    return len([item for item in visible.split(",") if item.strip()]) or 1
+    if listed := [item for item in visible.split(",") if item.strip()]:
+        return len(listed)
+    if len(words) == 1 or "trl" in words or any(Path(word).name == "accelerate" for word in words):
+        raise ConfigError([ALL_DEVICES])
+    return 1
 
 
 def _guess_program(options: Mapping[str, object]) -> str:
@@ -969,12 +1018,15 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
         raise ConfigError(["the command names no reward: --reward_funcs and --reward_model_name_or_path are missing"])
     if listed and len(listed) != len(names) + bool(model):
         raise ConfigError([f"--reward_weights has {len(listed)} values for {len(names) + bool(model)} rewards"])
+    made = command.get(_MADE)
+    known = _FUNCTIONS | (made if isinstance(made, dict) else {})
     for name in names:
-        if name not in _FUNCTIONS and ":" not in name:
-            form = "a function in TRL's form; docs/rewards.md shows ours, which takes one response"
+        if name not in known and ":" not in name:
+            own = "and functions of a module, such as my_rewards.mine"
+            form = f"no reward function of TRL; it has {', '.join(_FUNCTIONS)}, {own}"
             run.refuse(f"--reward_funcs {name}", form)
     # a function of a module takes completions and columns as there
-    taken = [_FUNCTIONS.get(name, (name, {})) for name in names if name in _FUNCTIONS or ":" in name]
+    taken = [known.get(name, (name, {})) for name in names if name in known or ":" in name]
     # TRL puts the model before the functions
     first, rest = (listed[:1], listed[1:]) if model else ([], listed)
     rewards = Rewards(
@@ -984,7 +1036,7 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
         model_weight=None if not model else first[0] if first else 1.0,
     )
     keys: dict[str, object] = {f"{RL}.{key}": value for _, numbers in taken for key, value in numbers.items()}
-    reads_solution = any(name in _FUNCTIONS for name in names)
+    reads_solution = any(name in _READ_SOLUTION for name in names)
     columns = [name for name in command.list_texts(_COLUMNS) if name != "solution" or not reads_solution]
     if reads_solution:
         keys[f"{ACTOR}.map_keys.response"] = "solution"
