@@ -456,6 +456,14 @@ _OF_ROLL_ROWS: dict[str, Callable[[DictConfig], object]] = {
     "model": lambda c: c.pretrain,
     "sequence_length": lambda c: None if "actor_infer" in c and c.actor_infer.device_mapping else c.sequence_length,
 }  # fmt: skip
+#: of distillation on rows, whose loss is divided by its weight here
+_OF_ROLL_TEACHERS: dict[str, Callable[[DictConfig], object]] = {
+    **{name: read for name, read in _OF_ROLL_ROWS.items() if name != "sequence_length"},
+    "clip_grad": lambda c: c.max_grad_norm / c.distill_loss_weight,
+    "divergence": lambda c: f"{c.kd_objective} over {c.logits_topk} tokens of the teacher, renormalized",
+    "prompt_length": lambda c: c.sequence_length - c.sequence_length // 2,
+    "response_length": lambda c: c.sequence_length // 2,
+}
 _OF_ROLL: dict[str, Callable[[DictConfig], object]] = {
     **_OF_ROLL_ROWS,
     "rollout_prompts": lambda c: c.rollout_batch_size,
@@ -489,6 +497,9 @@ def compose_roll(root: Path, path: Path) -> Composed:
         if f"student_{name}" in file:
             file[f"actor_{name}"] = file[f"student_{name}"]
     kind = "SFTConfig" if "sft_train" in file else "RLVRConfig" if "actor_infer" in file else "DPOConfig"
+    if {"student", "teacher"} <= set(file):
+        kind = "DistillConfig"
+        file["actor_train"], file["pretrain"] = file["student"], file["student_pretrain"]
     config = OmegaConf.merge(_read_areal_defaults(classes, kind), file)
     worker = _read_areal_defaults(classes, "WorkerConfig")
     parts = {"training_args": "TrainingArguments", "model_args": "ModelArguments", "generating_args": "GeneratingArguments"}
@@ -498,6 +509,8 @@ def compose_roll(root: Path, path: Path) -> Composed:
                       for part, name in parts.items()}  # fmt: skip
             config[role] = OmegaConf.merge(worker, file[role], merged)
     assert isinstance(config, DictConfig)
+    if kind == "DistillConfig":
+        return _OF_ROLL_TEACHERS, config
     return (_OF_ROLL if kind == "RLVRConfig" else _OF_ROLL_ROWS), config
 
 

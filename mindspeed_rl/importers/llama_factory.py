@@ -21,7 +21,7 @@ from mindspeed_rl.importers.llama_factory_weights import (
     name_formats,
     name_optimizer_state,
 )
-from mindspeed_rl.importers.options import SourceCommand, SourceProject, read_count, read_scalar
+from mindspeed_rl.importers.options import SourceCommand, SourceProject, read_count, read_number, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, Adapters, Batch, Layout, Placement, Rate, Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, is_switched_on, read_flags
@@ -211,7 +211,8 @@ def _read_schedule(command: _Command, total: int) -> Schedule:
     peak, floor = command.number("learning_rate", 5e-5), 0.0
     if name == "cosine_with_min_lr":
         least, rate = settings.pop("min_lr", None), settings.pop("min_lr_rate", None)
-        floor = float(str(rate)) * peak if rate is not None else float(str(least or 0.0))
+        given = "lr_scheduler_kwargs"
+        floor = read_number(given, least or 0.0) if rate is None else read_number(given, rate) * peak
     if settings:
         raise ConfigError([f"lr_scheduler_kwargs {', '.join(settings)}: not available here"])
     # a constant rate has no warm-up in transformers

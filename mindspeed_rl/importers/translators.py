@@ -192,6 +192,8 @@ def read_mapping(option: str, value: object) -> dict[str, object]:
                 raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
             if not isinstance(value, Mapping):
                 raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
+    if not isinstance(value, Mapping) and value not in (None, "", [], False):
+        raise ConfigError([f"{option} is {value!r}, but must be a mapping, in JSON"])
     return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
 
 

@@ -19,6 +19,7 @@ from mindspeed_rl.importers.options import (
     no_effect,
     part,
     read_count,
+    read_number,
     refused,
     same,
     to,
@@ -711,7 +712,7 @@ def _read_schedule(command: SourceCommand, sizes: _Sizes, total: int) -> Schedul
     Raises:
         ConfigError: there is no such style.
     """
-    name = str(command.get("lr_scheduler_type") or "linear")
+    name = command.text("lr_scheduler_type", "linear")
     if name not in SCHEDULES:
         raise ConfigError([f"--lr_scheduler_type {name}: not available here: its form; available are {', '.join(SCHEDULES)}"])
     settings = read_mapping("--lr_scheduler_kwargs", command.get("lr_scheduler_kwargs"))
@@ -720,7 +721,8 @@ def _read_schedule(command: SourceCommand, sizes: _Sizes, total: int) -> Schedul
     peak, floor = command.number("learning_rate", _LEARNING_RATES[command.program]), 0.0
     if name == "cosine_with_min_lr":
         least, rate = settings.pop("min_lr", None), settings.pop("min_lr_rate", None)
-        floor = float(str(rate)) if rate is not None else float(str(least or 0.0)) / peak
+        given = "--lr_scheduler_kwargs"
+        floor = read_number(given, least or 0.0) / peak if rate is None else read_number(given, rate)
     if settings:
         raise ConfigError([f"--lr_scheduler_kwargs {', '.join(settings)}: not available here"])
     return Schedule(peak, SCHEDULES[name], total, sizes.warmup(command, total), floor=peak * floor)
@@ -952,7 +954,7 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
         entropy_coef=0.0 if is_rloo else command.number("entropy_coef", 0.0),
         temperature=command.number("temperature", 1.0),
         top_p=command.number("top_p", 1.0),
-        top_k=int(command.number("top_k", 0)) or -1,
+        top_k=_count_choices(command),
         min_p=command.number("min_p", 0.0),
         prompt_length=room,
         response_length=response,
@@ -969,7 +971,7 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
         keys={
             **shared.keys,
             **keys,
-            f"{SAMPLING}.top_k": int(command.number("top_k", 0)) or -1,
+            f"{SAMPLING}.top_k": _count_choices(command),
             # trainer and engine compute in one format
             f"{ENGINE}.dtype": None if command.flag("bf16", default=True) else "float32",
         },
@@ -989,6 +991,18 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
             (f"{ACTOR}.prompt_type", "hf", "for prompts that are messages; TRL reads one that is a text as it is: empty"),
         ),
     )
+
+
+def _count_choices(command: SourceCommand) -> int:
+    """Return the tokens that top_k leaves, -1 for all of them, as 0 is there.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    value = command.number("top_k", 0)
+    if value != int(value):
+        raise ConfigError([f"--top_k is {value!r}, but must be a whole number"])
+    return int(value) or -1
 
 
 def _read_correction(run: Import, command: SourceCommand) -> Correction | None:
