@@ -157,7 +157,7 @@ def judge(project: str, path: Path, devices: int, text: str | None = None) -> tu
         if not asked and not named and settings.rows == rows:
             if given is not None:
                 break
-            given, own_reasons = devices, reasons
+            given, own_reasons = devices, [reason for reason in reasons if "write --devices N" not in reason]
     # with other devices than its own a script may be refused for its sizes
     reasons = own_reasons or reasons
     kind = "no command" if any(reason.startswith(_NO_COMMAND) for reason in reasons) else "refused"

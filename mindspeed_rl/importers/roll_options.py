@@ -231,7 +231,7 @@ _DISTILLED: dict[str, Option] = {
     **_build_rows(TRAIN),
     "max_steps": no_effect("the epochs of the student are read"),
     f"{TRAIN}training_args.num_train_epochs": part("train_epochs"),
-    "sequence_length": part("max_prompt_length max_tokens"),
+    "sequence_length": part("max_prompt_length sampling_config.max_tokens"),
     **_list("teacher_pretrain logits_topk distill_loss_weight kd_objective", with_others("distillation")),
     **_list("question_key answer_key prompt_key system_key", with_others("the rows of the user")),
     **_list("kd_temperature teacher_temperature", refused("other temperatures than 1 of the distributions", unless=(1, 1.0))),

@@ -128,13 +128,14 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             options[name[3:]] = not options.pop(name)
         launch = {name: values.pop(name) for name in ("num_processes", "accelerate_config", "num_machines") if name in values}
         launch |= launcher | {name: options.pop(name) for name in ("num_processes", "accelerate_config") if name in options}
-        world = devices or _count_processes(command, words[: place + 1], launch)
         if code is not None:
-            return _read_code(command, code, values | options, world)
+            read = _read_code(command, code, values | options)
+            return replace(read, devices=devices or _count_processes(command, words[: place + 1], launch))
         if not program:
             program = _guess_program(values | options)
         own = _read_modules(command, values | options)
         table = _TABLES[program] | {_COLUMNS: part("dataset_additional_keys")}
+        world = devices or _count_processes(command, words[: place + 1], launch)
         return SourceCommand(program, own, command.environment, world, table, loop=command.loop)
     raise ConfigError(["there is no command of TRL, such as trl grpo --model_name_or_path Qwen/Qwen3-4B --dataset_name ..."])
 
@@ -192,12 +193,12 @@ def _find_code(command: Command, name: str, *, is_alone: bool) -> Path | None:
     return None
 
 
-def _read_code(command: Command, path: Path, given: Mapping[str, object], devices: int) -> SourceCommand:
-    """Return the command that trains as a program does."""
+def _read_code(command: Command, path: Path, given: Mapping[str, object]) -> SourceCommand:
+    """Return the command that trains as a program does, on one device."""
     program = read_program(path, given, command.environment)
     own = {name: value for name, value in ((_COLUMNS, program.columns), (_MADE, program.made)) if value}
     table = _TABLES[program.trainer] | {_COLUMNS: part("dataset_additional_keys"), _MADE: part(MADE_KEYS)}
-    return SourceCommand(program.trainer, {**program.options, **own}, command.environment, devices, table, loop=command.loop)
+    return SourceCommand(program.trainer, {**program.options, **own}, command.environment, table=table, loop=command.loop)
 
 
 def _read_modules(command: Command, options: Mapping[str, object]) -> dict[str, object]:
@@ -365,8 +366,9 @@ _SHARED: dict[str, Option] = {
     "lora_modules_to_save": refused("fully trained modules next to adapters"),
     "use_rslora": refused("rank-stabilized LoRA"),
     "use_dora": refused("DoRA"),
-    "load_in_8bit": refused("8-bit base weights"),
-    "load_in_4bit": refused("4-bit base weights"),
+    **dict.fromkeys(
+        ("load_in_8bit", "load_in_4bit"), with_others("the plan's weights", off="weights are in bf16", by_nature=True)
+    ),
     "dataset_config": refused("a subset of a hub dataset: download it, and give its folder"),
     "dataset_train_split": refused("a split other than train: download it, and give its folder", unless=("train",)),
     "test_split_size": refused("rows of the training data that are held back"),
@@ -751,6 +753,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         total_steps=total,
         loss="grpo",
         dp=command.devices,
+        weights=_name_formats(run, command),
         lora_rank=command.count("lora_r", 16) if command.flag("use_peft") else 0,
         weight_decay=command.number("weight_decay", 0.0),
         clip_grad=command.number("max_grad_norm", 1.0),
@@ -784,6 +787,17 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     if command.program == "gkd":
         return describe_gkd(run, command, shared, completions=sizes.step, passes=sizes.accumulated)
     return _describe_rollout(run, command, sizes, shared) if sizes.rollout else _describe_dataset(run, command, shared)
+
+
+def _name_formats(run: Import, command: SourceCommand) -> str | None:
+    """Return the format of frozen weights where it is not bf16; None otherwise."""
+    bits = [number for number in (4, 8) if command.flag(f"load_in_{number}bit")]
+    if not bits:
+        return None
+    if not command.flag("use_peft"):
+        run.refuse(f"--load_in_{bits[0]}bit", "quantized weights that train")
+    run.note_given("load_in_4bit load_in_8bit", "see weights of the plan", changes_nothing=False)
+    return f"frozen ones in {bits[0]} bits (bnb)"
 
 
 def _find_data(command: SourceCommand) -> tuple[str, str]:
