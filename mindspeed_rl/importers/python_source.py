@@ -12,6 +12,8 @@ _OPERATORS: dict[type[ast.AST], Callable[[float, float], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.Mod: operator.mod,
 }  # fmt: skip
+#: exponent beyond which a power is no number of a run
+_LARGEST_EXPONENT = 64
 #: attributes that a program may set without a change of what is trained
 _PLAIN_ATTRIBUTES = frozenset("pad_token pad_token_id padding_side use_cache".split())
 #: methods that change a list or mapping
@@ -179,8 +181,11 @@ class Names:
             left, right = self.evaluate(node.left, line), self.evaluate(node.right, line)
             if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add):
                 return left + right
+            first, second = _as_number(left, node), _as_number(right, node)
+            if isinstance(node.op, ast.Pow) and abs(second) > _LARGEST_EXPONENT:
+                raise UnreadableError(ast.unparse(node))
             try:
-                return _OPERATORS[type(node.op)](_as_number(left, node), _as_number(right, node))
+                return _OPERATORS[type(node.op)](first, second)
             except (ArithmeticError, ValueError):
                 raise UnreadableError(ast.unparse(node)) from None
         if isinstance(node, ast.JoinedStr):

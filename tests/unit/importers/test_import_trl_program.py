@@ -225,6 +225,11 @@ def test_a_reward_without_a_counterpart_is_named(tmp_path: Path, rewards: str, s
     assert sentence in refuse(tmp_path, use_rewards(rewards))
 
 
+def test_a_power_that_no_machine_computes_is_a_value_that_cannot_be_read(tmp_path: Path) -> None:
+    text = GRPO.replace("GROUP = 8", "GROUP = 9**9**9")
+    assert "num_generations is 9 ** 9 ** 9, which only a run knows" in refuse(tmp_path, text)
+
+
 def test_a_function_inside_another_cannot_be_imported(tmp_path: Path) -> None:
     inner = "def main():\n    def inner(completions, **kwargs):\n        return [0.0 for _ in completions]\n"
     text = GRPO.replace("def main():\n", inner).replace("[length_reward, ", "[inner, ")
