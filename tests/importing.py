@@ -4,7 +4,8 @@
 
 The folder is the root of the checkout. A variable that a script leaves open has a value by its name; a number that differs by
 its nature is accepted, and counted. For verl, EasyR1, AReaL and ROLL the numbers of each run file are compared with the
-configuration that their own files compose. Nothing of a script is executed.
+configuration that their own files compose, for TRL with what its own parser makes of the command, where TRL is installed
+(envs/cpu/extras.sh). Nothing of a script is executed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib
+import importlib.util
 import io
 import math
 import os
@@ -19,6 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -38,7 +42,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "areal": ("examples/**/*.yaml",),
     "llama-factory": ("examples/**/*.yaml",),
     "roll": ("examples/**/*.yaml",),
-    "trl": ("**/*.sh", "**/*.yaml"),
+    "trl": ("**/*.sh", "examples/cli_configs/*.yaml", "examples/scripts/**/*.py", "trl/scripts/*.py", "docs/**/*.md"),
 }
 _SCRIPTS = ("**/*.sh",)
 #: part of a variable's name -> value that it has here, the first that fits
@@ -68,7 +72,13 @@ _CONFIGURATIONS = {
     "easyr1": "verl/trainer/config.py",
     "areal": "areal/api/cli_args.py",
     "roll": "roll/configs/base_config.py",
+    "trl": "trl/scripts",
 }
+#: a command of TRL in a page or in the head of a program, with its continued lines
+_SHOWN = re.compile(
+    r"^ *(?:\w+=\S+ )*(?:trl (?!env|skills)\w+|accelerate launch|torchrun|python3? \S*\.py)\b(?:.*\\\n)*.*", re.MULTILINE
+)
+_TRAINS = re.compile(r"\b(?:GRPO|RLOO|SFT|DPO|KTO|Reward|GKD)Trainer\(")
 #: rows of data whose number a command needs and only a user knows
 _ROWS = 100_000
 #: beginnings of sentences about files that hold no command which trains
@@ -101,11 +111,29 @@ def guess(name: str) -> str:
     return value.format(name.lower())
 
 
-def judge(project: str, path: Path, devices: int) -> tuple[Outcome, Import | None, dict[str, str]]:
+def list_texts(path: Path) -> list[str]:
+    """Return what a file has to import: its script, its path, or the commands that a page or the head of a program shows."""
+    if path.suffix not in (".py", ".md"):
+        return [path.read_text(encoding="utf-8", errors="replace") if path.suffix == ".sh" else str(path)]
+    text = path.read_text(encoding="utf-8", errors="replace")
+    page = (ast.get_docstring(ast.parse(_skip_comments(text))) or "") if path.suffix == ".py" else text
+    commands = [" ".join(found.group().split("\\\n")).strip() for found in _SHOWN.finditer(page)]
+    if path.suffix == ".py" and not commands and _TRAINS.search(text):
+        return [str(path)]
+    return commands
+
+
+def _skip_comments(text: str) -> str:
+    """Return a program without what precedes its last text before the code, which describes how it is called."""
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    return ast.unparse(nodes[-1]) if nodes else ""
+
+
+def judge(project: str, path: Path, devices: int, text: str | None = None) -> tuple[Outcome, Import | None, dict[str, str]]:
     """Import an example, answering what the importer asks for; return the variables too."""
     variables = {"HOME": "/root", "PWD": os.getcwd()}
     accepted: frozenset[str] = frozenset()
-    text = path.read_text(encoding="utf-8", errors="replace") if path.suffix == ".sh" else str(path)
+    text = list_texts(path)[0] if text is None else text
     given: int | None = None
     rows = ASSUMED_ROWS
     reasons: list[str] = []
@@ -129,7 +157,7 @@ def judge(project: str, path: Path, devices: int) -> tuple[Outcome, Import | Non
         if not asked and not named and settings.rows == rows:
             if given is not None:
                 break
-            given, own_reasons = devices, reasons
+            given, own_reasons = devices, [reason for reason in reasons if "write --devices N" not in reason]
     # with other devices than its own a script may be refused for its sizes
     reasons = own_reasons or reasons
     kind = "no command" if any(reason.startswith(_NO_COMMAND) for reason in reasons) else "refused"
@@ -428,6 +456,14 @@ _OF_ROLL_ROWS: dict[str, Callable[[DictConfig], object]] = {
     "model": lambda c: c.pretrain,
     "sequence_length": lambda c: None if "actor_infer" in c and c.actor_infer.device_mapping else c.sequence_length,
 }  # fmt: skip
+#: of distillation on rows, whose loss is divided by its weight here
+_OF_ROLL_TEACHERS: dict[str, Callable[[DictConfig], object]] = {
+    **{name: read for name, read in _OF_ROLL_ROWS.items() if name != "sequence_length"},
+    "clip_grad": lambda c: c.max_grad_norm / c.distill_loss_weight,
+    "divergence": lambda c: f"{c.kd_objective} over {c.logits_topk} tokens of the teacher, renormalized",
+    "prompt_length": lambda c: c.sequence_length - c.sequence_length // 2,
+    "response_length": lambda c: c.sequence_length // 2,
+}
 _OF_ROLL: dict[str, Callable[[DictConfig], object]] = {
     **_OF_ROLL_ROWS,
     "rollout_prompts": lambda c: c.rollout_batch_size,
@@ -461,6 +497,9 @@ def compose_roll(root: Path, path: Path) -> Composed:
         if f"student_{name}" in file:
             file[f"actor_{name}"] = file[f"student_{name}"]
     kind = "SFTConfig" if "sft_train" in file else "RLVRConfig" if "actor_infer" in file else "DPOConfig"
+    if {"student", "teacher"} <= set(file):
+        kind = "DistillConfig"
+        file["actor_train"], file["pretrain"] = file["student"], file["student_pretrain"]
     config = OmegaConf.merge(_read_areal_defaults(classes, kind), file)
     worker = _read_areal_defaults(classes, "WorkerConfig")
     parts = {"training_args": "TrainingArguments", "model_args": "ModelArguments", "generating_args": "GeneratingArguments"}
@@ -470,11 +509,96 @@ def compose_roll(root: Path, path: Path) -> Composed:
                       for part, name in parts.items()}  # fmt: skip
             config[role] = OmegaConf.merge(worker, file[role], merged)
     assert isinstance(config, DictConfig)
+    if kind == "DistillConfig":
+        return _OF_ROLL_TEACHERS, config
     return (_OF_ROLL if kind == "RLVRConfig" else _OF_ROLL_ROWS), config
 
 
-def _compose(project: str, root: Path, path: Path, variables: Mapping[str, str]) -> Composed | None:
+# ---------------------------------------------------------------------------------------------------------- TRL's own parser
+
+#: program -> whether it has rollouts
+_TRL_PROGRAMS = {"grpo": True, "rloo": True, "sft": False, "dpo": False, "kto": False, "reward": False}
+#: number of the plan -> its value in TRL's parsed arguments; None is not compared
+_OF_TRL_ROWS: dict[str, Callable[[DictConfig], object]] = {
+    "step_samples": lambda c: c.per_device_train_batch_size * c.gradient_accumulation_steps * c.devices,
+    "total_steps": lambda c: c.max_steps if c.max_steps > 0 else None,
+    "lr_last": lambda c: c.learning_rate if c.lr_scheduler_type.startswith("constant") else None,
+    "lr_warmup_steps": lambda c: int(c.warmup_steps) if c.warmup_steps >= 1 or not c.warmup_steps else None,
+    "weight_decay": lambda c: c.weight_decay,
+    "clip_grad": lambda c: c.max_grad_norm,
+    "beta": lambda c: c.get("beta"),
+    "sequence_length": lambda c: c.max_length,
+    "lora_rank": lambda c: c.lora_r if c.use_peft else 0,
+    "dp": lambda c: c.devices,
+    "model": lambda c: c.model_name_or_path,
+}
+_OF_TRL: dict[str, Callable[[DictConfig], object]] = {
+    **{name: read for name, read in _OF_TRL_ROWS.items() if name not in ("beta", "sequence_length")},
+    "rollout_completions": lambda c: c.per_device_train_batch_size * c.devices * c.steps_per_generation,
+    "rollout_prompts": lambda c: c.per_device_train_batch_size * c.devices * c.steps_per_generation // c.num_generations,
+    "steps_per_rollout": lambda c: c.steps_per_generation // c.gradient_accumulation_steps * c.num_iterations,
+    "clip_low": lambda c: None if c.get("loss_type") in ("sapo", "vespo", "cispo") else c.epsilon,
+    "clip_high": lambda c: None if c.get("loss_type") in ("sapo", "vespo") else c.epsilon_high or c.epsilon,
+    "delta": lambda c: c.get("delta"),
+    "kl_coef": lambda c: c.beta,
+    "level": lambda c: c.get("importance_sampling_level"),
+    "advantage_scale": lambda c: c.get("scale_rewards"),
+    "entropy_coef": lambda c: c.get("entropy_coef"),
+    "temperature": lambda c: c.temperature,
+    "top_p": lambda c: c.top_p,
+    "top_k": lambda c: c.top_k or -1,
+    "min_p": lambda c: c.min_p,
+    "response_length": lambda c: c.max_completion_length,
+    "infer_tp": lambda c: c.vllm_tensor_parallel_size,
+}
+
+
+def count_trl_processes(text: str, root: Path, devices: int) -> int:
+    """Return the processes of a command of TRL: by number, by a file of accelerate, 1 of Python itself, else all devices."""
+    if (found := re.search(r"--num_processes[= ](\d+)", text)) is not None:
+        return int(found.group(1))
+    if (found := re.search(r"(?:--config_file|--accelerate_config)[= ](\S+)", text)) is not None:
+        names = (found.group(1), f"trl/accelerate_configs/{found.group(1)}.yaml")
+        files = [root / name for name in names if (root / name).is_file()]
+        if files and (number := re.search(r"^num_processes: (\d+)", files[0].read_text(encoding="utf-8"), re.MULTILINE)):
+            return int(number.group(1))
+    return 1 if re.match(r" *(\w+=\S+ )*python", text) else devices
+
+
+def compose_trl(text: str, variables: Mapping[str, str], folder: Path, devices: int) -> Composed | None:
+    """Return what TRL's own parser makes of a command of one of its programs; None for another command, or without TRL."""
+    if importlib.util.find_spec("trl") is None:
+        return None
+    for command in read_script(text, variables, folder):
+        words = list(command.words)
+        place = next((place for place, word in enumerate(words) if place and words[place - 1] == "trl"), None)
+        if place is None:
+            script = re.compile(r"^trl\.scripts\.|(trl|examples)/scripts/\w+\.py$")
+            place = next((place for place, word in enumerate(words) if script.search(word)), None)
+        name = "" if place is None else Path(words[place].removeprefix("trl.scripts.")).stem
+        if place is None or name not in _TRL_PROGRAMS:
+            continue
+        launcher = {"--num_processes", "--accelerate_config"}
+        given = words[place + 1 :]
+        for flag in launcher & set(given):
+            del given[(at := given.index(flag)) : at + 2]
+        parser = importlib.import_module(f"trl.scripts.{name}").make_parser()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            parsed = parser.parse_args_and_config([*given, "--use_cpu", "True"], fail_with_unknown_args=False)
+        plain = (str, int, float, bool, type(None))
+        values = {key: value for part in parsed for key, value in vars(part).items()} | {"devices": devices}
+        values = {key: value.value if isinstance(value, Enum) else value for key, value in values.items()}
+        config = OmegaConf.create({key: value for key, value in values.items() if isinstance(value, plain)})
+        return (_OF_TRL if _TRL_PROGRAMS[name] else _OF_TRL_ROWS), config
+    return None
+
+
+def _compose(
+    project: str, root: Path, path: Path, variables: Mapping[str, str], text: str = "", devices: int = 1
+) -> Composed | None:
     """Return what a project composes of a script, with the numbers that are compared."""
+    if project == "trl":
+        return compose_trl(text, variables, path.parent, devices)
     if project == "roll":
         return compose_roll(root, path)
     if project == "areal":
@@ -506,12 +630,14 @@ def judge_all(project: str, root: Path, devices: int) -> list[Outcome]:
     """Import every example below a folder, in its order of names."""
     outcomes: list[Outcome] = []
     composes = (root / _CONFIGURATIONS[project]).exists() if project in _CONFIGURATIONS else False
-    for path in sorted({path for pattern in PATTERNS.get(project, _SCRIPTS) for path in root.glob(pattern)}):
-        outcome, run, variables = judge(project, path, devices)
+    paths = sorted({path for pattern in PATTERNS.get(project, _SCRIPTS) for path in root.glob(pattern)})
+    for path, text in ((each, text) for each in paths for text in list_texts(each)):
+        outcome, run, variables = judge(project, path, devices, text)
         outcomes.append(outcome)
         if not composes or run is None or run.plans is None:
             continue
-        if (composed := _compose(project, root, path, variables)) is not None:
+        processes = count_trl_processes(text, root, devices)
+        if (composed := _compose(project, root, path, variables, text, processes)) is not None:
             outcome.different = list(find_different(composed, run.plans[1], outcome.accepted))
     return outcomes
 

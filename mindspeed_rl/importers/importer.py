@@ -14,7 +14,7 @@ from mindspeed_rl.importers.options import UNSET, Option, SourceCommand, SourceP
 from mindspeed_rl.importers.python_source import is_program
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import, ImportSettings
-from mindspeed_rl.importers.shell import list_unknown, read_script, request_variables
+from mindspeed_rl.importers.shell import is_switched_on, list_unknown, read_script, request_variables
 from mindspeed_rl.importers.source_files import add_runtime_environment, list_absent_scripts
 from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, find_differences, plan_run
 from mindspeed_rl.importers.writer import write_recipe
@@ -26,8 +26,6 @@ from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.run.rules.violation import format_value
 
-#: values of a variable that leave its feature off
-_OFF = ("", "0", "false", "False")
 #: no option counts further, and no float holds much larger whole numbers
 _LARGEST_WHOLE = 2**63
 #: what stands for the value of a variable that a script does not set; see `make_mark`
@@ -101,7 +99,7 @@ def translate(project: SourceProject, command: SourceCommand, settings: ImportSe
     if command.loop:
         run.note("the loop of the script", command.loop)
     for name, feature in project.switches.items():
-        if command.environment.get(name, "") not in _OFF:
+        if is_switched_on(command.environment, name):
             run.refuse(f"{name}={command.environment[name]}", feature)
     _request_unknown(command, table)
     if endless := [name for name, value in command.options.items() if _is_endless(value)]:

@@ -21,15 +21,16 @@ from mindspeed_rl.importers.llama_factory_weights import (
     name_formats,
     name_optimizer_state,
 )
-from mindspeed_rl.importers.options import SourceCommand, SourceProject, read_count, read_scalar
+from mindspeed_rl.importers.options import SourceCommand, SourceProject, read_count, read_number, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, Adapters, Batch, Layout, Placement, Rate, Recipe
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell import Command, read_flags
+from mindspeed_rl.importers.shell import Command, is_switched_on, read_flags
 from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.swift_data import IMAGES, VISION
 from mindspeed_rl.importers.training_engine import Split, choose_engine
 from mindspeed_rl.importers.translators import (
+    ALL_DEVICES,
     count_accelerated,
     join_words,
     read_mapping,
@@ -64,6 +65,8 @@ _SWITCHES = {
     "USE_KT": "KTransformers",
     "USE_HYPER_PARALLEL": "HyperParallel",
 }
+#: programs that start a process on each device of the machine
+_ON_ALL_DEVICES = frozenset((*_PROGRAMS, "launcher.py", "cli.py", "accelerate", "deepspeed"))
 #: options that only the files of the second engine have
 _OF_V1 = ("model", "model_class", "train_dataset", "dist_config", "peft_config", "init_config", "quant_config")
 #: folder of a run without output_dir
@@ -164,7 +167,7 @@ def _count_processes(command: Command, launcher: list[str], options: Mapping[str
     """Return the training processes: of accelerate or torchrun, of NPROC_PER_NODE, of the visible devices, else 1.
 
     Raises:
-        ConfigError: FORCE_TORCHRUN takes all devices of a machine, whose number nothing says.
+        ConfigError: it takes all devices of a machine, as it does by itself and with accelerate, whose number nothing says.
     """
     launch = join_words(read_flags(tuple(launcher))[0])
     environment = command.environment
@@ -180,10 +183,10 @@ def _count_processes(command: Command, launcher: list[str], options: Mapping[str
     visible = environment.get("ASCEND_RT_VISIBLE_DEVICES") or environment.get("CUDA_VISIBLE_DEVICES") or ""
     if listed := [item for item in visible.split(",") if item.strip()]:
         return len(listed) * nodes
-    if nodes > 1 or environment.get("FORCE_TORCHRUN", "0") not in ("", "0", "false"):
-        raise ConfigError(
-            ["the command takes all devices of a machine, and nothing says how many there are; write --devices N"]
-        )
+    is_alone = is_switched_on(environment, "USE_RAY") or is_switched_on(environment, "USE_KT")
+    is_alone |= bool(launcher) and not any(Path(word).name in _ON_ALL_DEVICES for word in launcher)
+    if nodes > 1 or is_switched_on(environment, "FORCE_TORCHRUN") or not is_alone:
+        raise ConfigError([ALL_DEVICES])
     return 1
 
 
@@ -208,7 +211,8 @@ def _read_schedule(command: _Command, total: int) -> Schedule:
     peak, floor = command.number("learning_rate", 5e-5), 0.0
     if name == "cosine_with_min_lr":
         least, rate = settings.pop("min_lr", None), settings.pop("min_lr_rate", None)
-        floor = float(str(rate)) * peak if rate is not None else float(str(least or 0.0))
+        given = "lr_scheduler_kwargs"
+        floor = read_number(given, least or 0.0) if rate is None else read_number(given, rate) * peak
     if settings:
         raise ConfigError([f"lr_scheduler_kwargs {', '.join(settings)}: not available here"])
     # a constant rate has no warm-up in transformers

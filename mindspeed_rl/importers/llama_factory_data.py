@@ -13,7 +13,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.options import Option, SourceCommand, each, part, refused, same, with_others
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell import Command
+from mindspeed_rl.importers.shell import Command, is_switched_on
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.translators import describe_preprocessing, name_tokens
 
@@ -122,7 +122,7 @@ def describe_data(
         raise ConfigError([f"the command names no data: {option} is missing"])
     stage, folder = command.program, command.text("dataset_dir", DATASET_DIR)
     entries = _read_entries(source, folder, names) if inline is None else [_build_entry(names[0], inline, folder)]
-    modelscope = source.environment.get("USE_MODELSCOPE_HUB", "0") not in ("", "0", "false")
+    modelscope = is_switched_on(source.environment, "USE_MODELSCOPE_HUB")
     for entry in entries:
         _check(run, entry, stage, modelscope=modelscope)
         if not reads_images and "images" in entry.columns:

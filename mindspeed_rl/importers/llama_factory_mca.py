@@ -9,6 +9,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import Option, SourceCommand, each, no_effect, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, Layout
 from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.shell import is_switched_on
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, has_experts
 
 #: stages that it has and that are imported
@@ -61,13 +62,10 @@ TABLE: dict[str, Option] = {
 
 def uses_mca(options: Mapping[str, object], environment: Mapping[str, str]) -> bool:
     """Return True for a command of mcore_adapter: by its variable, or by options of a layout without one of the bridge's."""
-
-    def is_on(variable: str) -> bool:
-        return environment.get(variable, "0") not in ("", "0", "false", "False")
-
-    if is_on("USE_MCA") or options.get("use_mca"):
+    if is_switched_on(environment, "USE_MCA") or options.get("use_mca"):
         return True
-    bridge = is_on("USE_MEGATRON_BRIDGE") or options.get("use_megatron_bridge") or any(name in options for name in _OF_BRIDGE)
+    bridge = is_switched_on(environment, "USE_MEGATRON_BRIDGE") or options.get("use_megatron_bridge")
+    bridge = bridge or any(name in options for name in _OF_BRIDGE)
     return not bridge and any(name in options for name in _OWN)
 
 

@@ -658,7 +658,8 @@ def _is_ppo(command: SourceCommand) -> bool:
 def _read_pool(command: SourceCommand, role: str) -> int:
     """Return the devices of a role: the sum of a list with a number for each node."""
     value = command.get(f"resource_pool.{role}")
-    return sum(int(str(item)) for item in (value if isinstance(value, list) else [value or 0]))
+    counts = value if isinstance(value, list) else [value or 0]
+    return sum(read_count(f"resource_pool.{role}", item) for item in counts if item != 0)
 
 
 #: options that its GRPO does not read

@@ -15,6 +15,7 @@ from mindspeed_rl.importers.options import (
     no_effect,
     part,
     read_count,
+    read_number,
     read_scalar,
     refused,
     same,
@@ -412,8 +413,8 @@ def _data(command: SourceCommand) -> str:
     """Return data_path: a file or dataset of prompts, or the prefix of a preprocessed one."""
     if command.program != "ppo_ray":
         return name_tokens(command.text("data.dataset", "data"))
-    limit = command.get("data.max_samples")
-    first = f"#{limit}" if isinstance(limit, int) and limit < _NO_LIMIT else ""
+    limit = command.count("data.max_samples", _NO_LIMIT)
+    first = f"#{limit}" if limit < _NO_LIMIT else ""
     return name_prompts(command.text("data.prompt_dataset")) + first
 
 
@@ -498,7 +499,10 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
     # baselines of groups are of rewards without the KL, which each token loses afterwards
     place = "reward" if estimator in ("gae", "reinforce_plus_plus") else "reward after the baseline"
     coefficient, correction = command.number("algo.kl.init_coef", 0.01), _read_correction(command)
-    is_gspo = command.text("actor.policy_loss_type", "ppo") == "gspo"
+    form = command.text("actor.policy_loss_type", "ppo")
+    if form not in ("ppo", "gspo"):
+        raise ConfigError([f"--actor.policy_loss_type {form}: OpenRLHF has ppo and gspo"])
+    is_gspo = form == "gspo"
     # with a correction its ratio is to the policy that sampled, without a weight
     samples_old = is_gspo and correction is not None
     by_token = command.text("actor.loss_agg_mode", "token-mean") == "token-mean" and not is_gspo
@@ -607,7 +611,10 @@ def _read_placement(command: SourceCommand, *, has_critic: bool, has_model: bool
 def _read_clip(command: SourceCommand) -> tuple[float, float]:
     both = command.get("actor.eps_clip_low_high")
     if isinstance(both, list) and len(both) == 2:
-        return float(str(both[0])), float(str(both[1]))
+        low, high = (read_number("--actor.eps_clip_low_high", item) for item in both)
+        return low, high
+    if both is not None:
+        raise ConfigError([f"--actor.eps_clip_low_high is {both!r}, but must be two numbers"])
     limit = command.number("actor.eps_clip", 0.2)
     return limit, limit
 

@@ -245,6 +245,17 @@ def read_scalar(text: str) -> bool | int | float | str | list[object] | None:
     return value if isinstance(value, (bool, int, float, list)) else text
 
 
+def read_number(name: str, value: object) -> float:
+    """Return the value of an option that is a number.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not is_number(value):
+        raise ConfigError([f"{name} is {value!r}, but must be a number"])
+    return value
+
+
 def read_count(name: str, value: object) -> int:
     """Return the value of an option that counts something.
 

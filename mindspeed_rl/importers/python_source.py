@@ -12,6 +12,8 @@ _OPERATORS: dict[type[ast.AST], Callable[[float, float], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.Mod: operator.mod,
 }  # fmt: skip
+#: exponent beyond which a power is no number of a run
+_LARGEST_EXPONENT = 64
 #: attributes that a program may set without a change of what is trained
 _PLAIN_ATTRIBUTES = frozenset("pad_token pad_token_id padding_side use_cache".split())
 #: methods that change a list or mapping
@@ -34,6 +36,7 @@ class Names:
     Attributes:
         bound: name -> line and value, in the order of the file; None for a value that cannot be read.
         modules: name -> module of an import.
+        originals: name -> name of it in that module.
         parsed: names of results of a parser, which have the options of the command line.
         changed: attributes and functions that code sets: the line and its text.
         functions, classes: definitions of the program, by name.
@@ -47,6 +50,7 @@ class Names:
         self.given, self.variables = given, variables
         self.bound: dict[str, list[tuple[int, ast.expr | None]]] = {}
         self.modules: dict[str, str] = {}
+        self.originals: dict[str, str] = {}
         self.parsed: set[str] = set()
         self.changed: list[tuple[int, str]] = []
         functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -89,6 +93,7 @@ class Names:
     def _bind(self, node: ast.stmt, *, always: bool) -> None:
         if isinstance(node, ast.ImportFrom) and node.module:
             self.modules |= {alias.asname or alias.name: node.module for alias in node.names}
+            self.originals |= {alias.asname or alias.name: alias.name for alias in node.names}
         pairs: list[tuple[ast.expr, ast.expr | None]] = []
         if isinstance(node, ast.Assign):
             pairs = [(target, node.value) for target in node.targets]
@@ -176,8 +181,11 @@ class Names:
             left, right = self.evaluate(node.left, line), self.evaluate(node.right, line)
             if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add):
                 return left + right
+            first, second = _as_number(left, node), _as_number(right, node)
+            if isinstance(node.op, ast.Pow) and abs(second) > _LARGEST_EXPONENT:
+                raise UnreadableError(ast.unparse(node))
             try:
-                return _OPERATORS[type(node.op)](_as_number(left, node), _as_number(right, node))
+                return _OPERATORS[type(node.op)](first, second)
             except (ArithmeticError, ValueError):
                 raise UnreadableError(ast.unparse(node)) from None
         if isinstance(node, ast.JoinedStr):

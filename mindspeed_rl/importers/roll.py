@@ -1,7 +1,7 @@
 """Files and commands of ROLL: `start_NAME_pipeline.py --config_path DIR --config_name NAME`, or the YAML.
 
-Rollouts (RLVR with texts and images, on-policy distillation), SFT and DPO are imported; agents and distillation on answers of
-rows are refused by name. What scores in ROLL is a worker class of a domain, so the user names the function that scores here.
+Rollouts (RLVR with texts and images, on-policy distillation), distillation on the answers of rows, SFT and DPO are imported;
+agents are refused by name. What scores in ROLL is a worker class of a domain, so the user names the function that scores here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import SourceCommand, SourceProject
 from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL, SAMPLING, Adapters, Batch, Layout, Placement, Recipe, Rewards
 from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.roll_distillation import describe_distillation
 from mindspeed_rl.importers.roll_objective import describe_objective, read_rate
 from mindspeed_rl.importers.roll_options import INFER, SFT, TABLES, TRAIN, find_records
 from mindspeed_rl.importers.roll_rows import describe_rows
@@ -33,6 +34,8 @@ _PIPELINES = {
     "start_rlvr_pipeline": "rlvr",
     "start_rlvr_vl_pipeline": "rlvr",
     "start_onpolicy_distill_pipeline": "rlvr",
+    "start_distill_pipeline": "distill",
+    "start_distill_vl_pipeline": "distill",
     "start_dpo_pipeline": "dpo",
     "start_sft_pipeline": "sft",
 }
@@ -77,6 +80,9 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         options = {".".join([roles.get(role := name.partition(".")[0], role), *name.split(".")[1:]]): value
                    for name, value in options.items()}  # fmt: skip
         options.setdefault("is_pure_opd", True)
+    if kind == "distill":
+        options = {re.sub(r"^student\.", TRAIN, name): value for name, value in options.items()}
+        options |= {"pretrain": options.pop("student_pretrain")} if "student_pretrain" in options else {}
     role = SFT if kind == "sft" else TRAIN
     count = len(_read_devices(options.get(f"{role}device_mapping"), f"{role}device_mapping"))
     records = find_records(kind, options)
@@ -96,15 +102,13 @@ def _find_kind(tree: Mapping[str, object], path: Path, program: str) -> str:
         listed = ", ".join(map(str, tags)) if isinstance(tags, list) else "its environments"
         raise ConfigError([f"{path.name}: not available here: the pipeline of agents, which play {listed} of ROLL; "
                            "docs/agents.md has the environments that are"])  # fmt: skip
-    if {"student", "teacher"} <= tree.keys():
-        raise ConfigError([f"{path.name}: not available here: distillation on the answers of rows; docs/distillation.md has "
-                           "teachers of sampled answers"])  # fmt: skip
-    roles = {"rlvr": {TRAIN[:-1], INFER[:-1]}, "dpo": {TRAIN[:-1], "reference"}, "sft": {SFT[:-1]}}
+    roles = {"distill": {"student", "teacher"}, "rlvr": {TRAIN[:-1], INFER[:-1]}, "dpo": {TRAIN[:-1], "reference"}}
+    roles["sft"] = {SFT[:-1]}
     found = {"student_train": TRAIN[:-1], "student_infer": INFER[:-1]}
     names = {found.get(name, name) for name in tree}
     kind = next((kind for kind, needed in roles.items() if needed <= names), "")
     if not kind:
-        listed = "actor_train and actor_infer, actor_train and reference, or sft_train"
+        listed = "actor_train and actor_infer, actor_train and reference, student and teacher, or sft_train"
         raise ConfigError([f"there is no command of a pipeline of ROLL for {path.name}, a part of another file: it lacks "
                            f"{listed}"])  # fmt: skip
     if program and _PIPELINES[program] != kind:
@@ -276,6 +280,10 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     for name in command.options:
         if name.startswith(f"{role}strategy_args."):
             run.note_given(name, "the layout of the plan", changes_nothing=False)
+    if command.program == "distill":
+        if _IMAGES.search(model):
+            run.refuse("pretrain", "distillation on the answers of rows with images")
+        return describe_distillation(run, command, shared, role)
     return describe_rows(run, command, shared, role) if command.program != "rlvr" else _describe_rollout(run, command, shared)
 
 

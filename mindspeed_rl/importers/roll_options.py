@@ -1,4 +1,4 @@
-"""Options of ROLL's pipelines: rollouts (RLVR with texts and images, on-policy distillation), SFT and DPO."""
+"""Options of ROLL's pipelines: rollouts (RLVR with texts and images), distillation, SFT and DPO."""
 
 from __future__ import annotations
 
@@ -226,7 +226,21 @@ _SUPERVISED: dict[str, Option] = {
     **_list("system_key prompt_key query_key response_key", with_others("the columns of preprocess")),
     f"{SFT}worker_cls": same("the loss of answers", None, "roll.pipeline.sft.sft_worker.SFTWorker"),
 }
-TABLES = {"rlvr": _ROLLOUT, "dpo": _PREFERENCES, "sft": _SUPERVISED}
+#: of distillation on the answers of rows, whose student is the role that trains
+_DISTILLED: dict[str, Option] = {
+    **_build_rows(TRAIN),
+    "max_steps": no_effect("the epochs of the student are read"),
+    f"{TRAIN}training_args.num_train_epochs": part("train_epochs"),
+    "sequence_length": part("max_prompt_length sampling_config.max_tokens"),
+    **_list("teacher_pretrain logits_topk distill_loss_weight kd_objective", with_others("distillation")),
+    **_list("question_key answer_key prompt_key system_key", with_others("the rows of the user")),
+    **_list("kd_temperature teacher_temperature", refused("other temperatures than 1 of the distributions", unless=(1, 1.0))),
+    **_list("adaptive_kl_alpha skew_lambda", no_effect("read by divergences that are refused")),
+    "distill_on_prompt": refused("a divergence on the tokens of the questions"),
+    "logits_transfer_backend": _MEMORY,
+    f"{TRAIN}worker_cls": same("the loss of both", None, "roll.pipeline.distill.distill_worker.StudentWorker"),
+}
+TABLES = {"rlvr": _ROLLOUT, "dpo": _PREFERENCES, "sft": _SUPERVISED, "distill": _DISTILLED}
 
 _SHARED_LAYOUT = no_effect("the reference has the actor's layout, which changes no result")
 _COMMON_GROUPS: tuple[tuple[str, Option], ...] = (
@@ -253,6 +267,7 @@ GROUPS: dict[str, tuple[tuple[str, Option], ...]] = {
     ),
     "dpo": _COMMON_GROUPS,
     "sft": _COMMON_GROUPS,
+    "distill": (*_COMMON_GROUPS, (r"teacher\..+", with_others("distillation"))),
 }
 #: what a critic's run reads
 CRITIC_NAMES = tuple(
@@ -272,6 +287,6 @@ def find_records(program: str, options: dict[str, object]) -> dict[str, Option]:
         if name not in table:
             record = next((record for pattern, record in GROUPS[program] if re.fullmatch(pattern, name)), None)
             table |= {} if record is None else {name: record}
-    if options.get("adv_estimator", "gae") == "gae":
+    if program == "rlvr" and options.get("adv_estimator", "gae") == "gae":
         table |= {f"{CRITIC}{name}": with_others("critic_config") for name in CRITIC_NAMES}
     return table

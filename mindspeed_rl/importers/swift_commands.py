@@ -15,7 +15,7 @@ from mindspeed_rl.importers.shell import Command, list_unknown, read_flags, read
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.swift_options import OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
 from mindspeed_rl.importers.swift_plugins import give_rows
-from mindspeed_rl.importers.translators import count_accelerated, join_words, read_option_file
+from mindspeed_rl.importers.translators import ALL_DEVICES, count_accelerated, join_words, read_option_file
 
 #: program -> stage here; others only generate
 STAGES = {
@@ -247,6 +247,8 @@ def _count_devices(command: Command, environment: Mapping[str, str], launcher: t
     is_accelerated = any(Path(word).name == "accelerate" for word in launcher)
     if is_accelerated and (count := count_accelerated(command, join_words(flags))) is not None:
         return count
+    if is_accelerated and not visible:
+        raise ConfigError([ALL_DEVICES])
     if is_accelerated or program in SERVING:
         per_node = None if is_accelerated else read_variable(environment, "NPROC_PER_NODE")
         per_node = per_node or str(len([item for item in (visible or "").split(",") if item.strip()]) or 1)

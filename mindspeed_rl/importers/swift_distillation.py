@@ -95,8 +95,8 @@ def read_distillation(run: Import, command: SourceCommand, *, has_images: bool) 
 
 def name_divergence_of(command: SourceCommand) -> str:
     """Return the loss of GKD as the plan has it."""
-    topk = command.get("gkd_logits_topk")
-    return name_divergence("jsd", command.number("beta", 0.5), None if topk is None else (int(str(topk)), "renormalize"))
+    topk = None if command.get("gkd_logits_topk") is None else (command.count("gkd_logits_topk", 1), "renormalize")
+    return name_divergence("jsd", command.number("beta", 0.5), topk)
 
 
 def read_mixture(command: SourceCommand) -> tuple[float, float]:

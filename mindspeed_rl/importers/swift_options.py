@@ -119,8 +119,8 @@ def _drafts(run: Import, option: str, value: object) -> None:
 
 
 def _limit_media(run: Import, option: str, value: object) -> None:
-    limits = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(limits, dict) or limits.keys() - {"image", "video", "audio"} or limits.get("audio"):
+    limits = value if isinstance(value, dict) else _mapping(run, option, value)
+    if limits.keys() - {"image", "video", "audio"} or limits.get("audio"):
         run.refuse(f"{option} {value}", "limits of sound; of images and videos there are some")
         return
     videos = {"generate_config.limit_mm_video_per_prompt": limits["video"]} if limits.get("video") else {}

@@ -73,6 +73,10 @@ def read_options(words: Iterable[str]) -> dict[str, object]:
     return join_words(read_flags(tuple(words))[0])
 
 
+#: sentence for a command that starts a process on each device of a machine
+ALL_DEVICES = "the command takes all devices of a machine, and nothing says how many there are; write --devices N"
+
+
 def count_accelerated(command: Command, launch: Mapping[str, object], known: Mapping[str, int] | None = None) -> int | None:
     """Return the processes that accelerate starts: of its option, else of its file; None where neither is given.
 
@@ -91,7 +95,9 @@ def count_accelerated(command: Command, launch: Mapping[str, object], known: Map
     if config is None:
         return None
     if (found := find_file(command, str(config))) is not None:
-        return read_count(f"num_processes of {config}", read_option_file(found).get("num_processes", 1))
+        if (processes := read_option_file(found).get("num_processes")) is None:
+            raise ConfigError([f"{config} has no num_processes; set the devices by --devices"])
+        return read_count(f"num_processes of {config}", processes)
     path = Path(str(config))
     if known and path.stem in known and path.parent.name in ("", "accelerate_configs"):
         return known[path.stem]
@@ -186,6 +192,8 @@ def read_mapping(option: str, value: object) -> dict[str, object]:
                 raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
             if not isinstance(value, Mapping):
                 raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
+    if not isinstance(value, Mapping) and value not in (None, "", [], False):
+        raise ConfigError([f"{option} is {value!r}, but must be a mapping, in JSON"])
     return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
 
 

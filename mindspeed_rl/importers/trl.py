@@ -19,6 +19,7 @@ from mindspeed_rl.importers.options import (
     no_effect,
     part,
     read_count,
+    read_number,
     refused,
     same,
     to,
@@ -49,6 +50,7 @@ from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file, read_first_row, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import (
+    ALL_DEVICES,
     count_accelerated,
     describe_preprocessing,
     join_words,
@@ -65,7 +67,7 @@ from mindspeed_rl.importers.translators import (
 )
 from mindspeed_rl.importers.trl_distillation import OPTIONS as GKD_OPTIONS
 from mindspeed_rl.importers.trl_distillation import describe_gkd
-from mindspeed_rl.importers.trl_program import read_program
+from mindspeed_rl.importers.trl_program import MADE_KEYS, Program, read_program, read_reward_file
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults
 
 #: program -> stage here
@@ -126,12 +128,15 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             options[name[3:]] = not options.pop(name)
         launch = {name: values.pop(name) for name in ("num_processes", "accelerate_config", "num_machines") if name in values}
         launch |= launcher | {name: options.pop(name) for name in ("num_processes", "accelerate_config") if name in options}
-        world = devices or _count_processes(command, launch)
         if code is not None:
-            return _read_code(command, code, values | options, world)
+            read = _read_code(command, code, values | options)
+            return replace(read, devices=devices or _count_processes(command, words[: place + 1], launch))
         if not program:
             program = _guess_program(values | options)
-        return SourceCommand(program, values | options, command.environment, world, _TABLES[program], loop=command.loop)
+        own = _read_modules(command, values | options)
+        table = _TABLES[program] | {_COLUMNS: part("dataset_additional_keys")}
+        world = devices or _count_processes(command, words[: place + 1], launch)
+        return SourceCommand(program, own, command.environment, world, table, loop=command.loop)
     raise ConfigError(["there is no command of TRL, such as trl grpo --model_name_or_path Qwen/Qwen3-4B --dataset_name ..."])
 
 
@@ -149,6 +154,10 @@ def _find_program(words: list[str]) -> tuple[int, str | None]:
     return (0, "") if is_file else (0, None)
 
 
+#: rewards that functions of TRL make in a program, with their numbers
+_MADE = "made_rewards"
+#: reward functions of TRL that compare with the column `solution`
+_READ_SOLUTION = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
 #: columns of the data that the reward functions of a program read
 _COLUMNS = "reward_columns"
 #: of a program whose arguments are in its code
@@ -184,12 +193,43 @@ def _find_code(command: Command, name: str, *, is_alone: bool) -> Path | None:
     return None
 
 
-def _read_code(command: Command, path: Path, given: Mapping[str, object], devices: int) -> SourceCommand:
-    """Return the command that trains as a program does."""
+def _read_code(command: Command, path: Path, given: Mapping[str, object]) -> SourceCommand:
+    """Return the command that trains as a program does, on one device."""
     program = read_program(path, given, command.environment)
-    options: dict[str, object] = dict(program.options) | ({_COLUMNS: program.columns} if program.columns else {})
-    table = _TABLES[program.trainer] | {_COLUMNS: part("dataset_additional_keys")}
-    return SourceCommand(program.trainer, options, command.environment, devices, table, loop=command.loop)
+    own = {name: value for name, value in ((_COLUMNS, program.columns), (_MADE, program.made)) if value}
+    table = _TABLES[program.trainer] | {_COLUMNS: part("dataset_additional_keys"), _MADE: part(MADE_KEYS)}
+    return SourceCommand(program.trainer, {**program.options, **own}, command.environment, table=table, loop=command.loop)
+
+
+def _read_modules(command: Command, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options with reward functions of modules in our form, and the columns that they read.
+
+    Raises:
+        ConfigError: the file of a module is not here, or holds a function of another form.
+    """
+    given = options.get("reward_funcs")
+    names = [str(name) for name in (given if isinstance(given, list) else [given] if given else [])]
+    program, result = Program("grpo"), dict(options)
+    for place, name in enumerate(names):
+        module, dot, function = name.rpartition(".")
+        if not dot or ":" in name:
+            continue
+        if module.split(".")[0] == "trl" and function in _FUNCTIONS and not function.startswith("get_"):
+            names[place] = function
+            continue
+        path = module.replace(".", "/")
+        file = find_file(command, f"{path}.py") or find_file(command, f"{path}/__init__.py")
+        if file is None:
+            absent = f"{path}.py is not here, and the function says which columns it reads"
+            way = "run the import in the folder from which its module is imported"
+            program.unread.append(f"--reward_funcs {name}: {absent}; {way}")
+        elif not read_reward_file(program, file, function):
+            program.unread.append(f"--reward_funcs {name}: {file} defines no function {function}")
+        names[place] = f"{module}:{function}"
+    if program.unread:
+        raise ConfigError(program.unread)
+    result |= {"reward_funcs": names} if names else {}
+    return result | ({_COLUMNS: program.columns} if program.columns else {})
 
 
 def _split_options(words: list[str]) -> dict[str, object]:
@@ -208,15 +248,26 @@ def _split_options(words: list[str]) -> dict[str, object]:
     return join_words(options)
 
 
-def _count_processes(command: Command, launch: Mapping[str, object]) -> int:
-    """Return the training processes: of accelerate or torchrun, else of the visible devices, else 1."""
+def _count_processes(command: Command, words: list[str], launch: Mapping[str, object]) -> int:
+    """Return the training processes: of accelerate or torchrun, else of the visible devices; 1 for a program by itself.
+
+    Args:
+        words: launcher and program.
+
+    Raises:
+        ConfigError: accelerate, which `trl` calls, takes all devices of a machine, whose number nothing says.
+    """
     if (count := count_accelerated(command, launch, _ACCELERATE)) is not None:
         return count
     environment, per_node = command.environment, launch.get("nproc_per_node")
     if per_node is not None:
         return read_count("nproc_per_node", per_node) * read_count("nnodes", launch.get("nnodes", 1))
     visible = environment.get("ASCEND_RT_VISIBLE_DEVICES") or environment.get("CUDA_VISIBLE_DEVICES") or ""
-    return len([item for item in visible.split(",") if item.strip()]) or 1
+    if listed := [item for item in visible.split(",") if item.strip()]:
+        return len(listed)
+    if len(words) == 1 or "trl" in words or any(Path(word).name == "accelerate" for word in words):
+        raise ConfigError([ALL_DEVICES])
+    return 1
 
 
 def _guess_program(options: Mapping[str, object]) -> str:
@@ -315,8 +366,9 @@ _SHARED: dict[str, Option] = {
     "lora_modules_to_save": refused("fully trained modules next to adapters"),
     "use_rslora": refused("rank-stabilized LoRA"),
     "use_dora": refused("DoRA"),
-    "load_in_8bit": refused("8-bit base weights"),
-    "load_in_4bit": refused("4-bit base weights"),
+    **dict.fromkeys(
+        ("load_in_8bit", "load_in_4bit"), with_others("the plan's weights", off="weights are in bf16", by_nature=True)
+    ),
     "dataset_config": refused("a subset of a hub dataset: download it, and give its folder"),
     "dataset_train_split": refused("a split other than train: download it, and give its folder", unless=("train",)),
     "test_split_size": refused("rows of the training data that are held back"),
@@ -662,7 +714,7 @@ def _read_schedule(command: SourceCommand, sizes: _Sizes, total: int) -> Schedul
     Raises:
         ConfigError: there is no such style.
     """
-    name = str(command.get("lr_scheduler_type") or "linear")
+    name = command.text("lr_scheduler_type", "linear")
     if name not in SCHEDULES:
         raise ConfigError([f"--lr_scheduler_type {name}: not available here: its form; available are {', '.join(SCHEDULES)}"])
     settings = read_mapping("--lr_scheduler_kwargs", command.get("lr_scheduler_kwargs"))
@@ -671,7 +723,8 @@ def _read_schedule(command: SourceCommand, sizes: _Sizes, total: int) -> Schedul
     peak, floor = command.number("learning_rate", _LEARNING_RATES[command.program]), 0.0
     if name == "cosine_with_min_lr":
         least, rate = settings.pop("min_lr", None), settings.pop("min_lr_rate", None)
-        floor = float(str(rate)) if rate is not None else float(str(least or 0.0)) / peak
+        given = "--lr_scheduler_kwargs"
+        floor = read_number(given, least or 0.0) / peak if rate is None else read_number(given, rate)
     if settings:
         raise ConfigError([f"--lr_scheduler_kwargs {', '.join(settings)}: not available here"])
     return Schedule(peak, SCHEDULES[name], total, sizes.warmup(command, total), floor=peak * floor)
@@ -700,6 +753,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         total_steps=total,
         loss="grpo",
         dp=command.devices,
+        weights=_name_formats(run, command),
         lora_rank=command.count("lora_r", 16) if command.flag("use_peft") else 0,
         weight_decay=command.number("weight_decay", 0.0),
         clip_grad=command.number("max_grad_norm", 1.0),
@@ -733,6 +787,17 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     if command.program == "gkd":
         return describe_gkd(run, command, shared, completions=sizes.step, passes=sizes.accumulated)
     return _describe_rollout(run, command, sizes, shared) if sizes.rollout else _describe_dataset(run, command, shared)
+
+
+def _name_formats(run: Import, command: SourceCommand) -> str | None:
+    """Return the format of frozen weights where it is not bf16; None otherwise."""
+    bits = [number for number in (4, 8) if command.flag(f"load_in_{number}bit")]
+    if not bits:
+        return None
+    if not command.flag("use_peft"):
+        run.refuse(f"--load_in_{bits[0]}bit", "quantized weights that train")
+    run.note_given("load_in_4bit load_in_8bit", "see weights of the plan", changes_nothing=False)
+    return f"frozen ones in {bits[0]} bits (bnb)"
 
 
 def _find_data(command: SourceCommand) -> tuple[str, str]:
@@ -903,7 +968,7 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
         entropy_coef=0.0 if is_rloo else command.number("entropy_coef", 0.0),
         temperature=command.number("temperature", 1.0),
         top_p=command.number("top_p", 1.0),
-        top_k=int(command.number("top_k", 0)) or -1,
+        top_k=_count_choices(command),
         min_p=command.number("min_p", 0.0),
         prompt_length=room,
         response_length=response,
@@ -920,7 +985,7 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
         keys={
             **shared.keys,
             **keys,
-            f"{SAMPLING}.top_k": int(command.number("top_k", 0)) or -1,
+            f"{SAMPLING}.top_k": _count_choices(command),
             # trainer and engine compute in one format
             f"{ENGINE}.dtype": None if command.flag("bf16", default=True) else "float32",
         },
@@ -940,6 +1005,18 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
             (f"{ACTOR}.prompt_type", "hf", "for prompts that are messages; TRL reads one that is a text as it is: empty"),
         ),
     )
+
+
+def _count_choices(command: SourceCommand) -> int:
+    """Return the tokens that top_k leaves, -1 for all of them, as 0 is there.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    value = command.number("top_k", 0)
+    if value != int(value):
+        raise ConfigError([f"--top_k is {value!r}, but must be a whole number"])
+    return int(value) or -1
 
 
 def _read_correction(run: Import, command: SourceCommand) -> Correction | None:
@@ -969,12 +1046,15 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
         raise ConfigError(["the command names no reward: --reward_funcs and --reward_model_name_or_path are missing"])
     if listed and len(listed) != len(names) + bool(model):
         raise ConfigError([f"--reward_weights has {len(listed)} values for {len(names) + bool(model)} rewards"])
+    made = command.get(_MADE)
+    known = _FUNCTIONS | (made if isinstance(made, dict) else {})
     for name in names:
-        if name not in _FUNCTIONS and ":" not in name:
-            form = "a function in TRL's form; docs/rewards.md shows ours, which takes one response"
+        if name not in known and ":" not in name:
+            own = "and functions of a module, such as my_rewards.mine"
+            form = f"no reward function of TRL; it has {', '.join(_FUNCTIONS)}, {own}"
             run.refuse(f"--reward_funcs {name}", form)
     # a function of a module takes completions and columns as there
-    taken = [_FUNCTIONS.get(name, (name, {})) for name in names if name in _FUNCTIONS or ":" in name]
+    taken = [known.get(name, (name, {})) for name in names if name in known or ":" in name]
     # TRL puts the model before the functions
     first, rest = (listed[:1], listed[1:]) if model else ([], listed)
     rewards = Rewards(
@@ -984,7 +1064,7 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
         model_weight=None if not model else first[0] if first else 1.0,
     )
     keys: dict[str, object] = {f"{RL}.{key}": value for _, numbers in taken for key, value in numbers.items()}
-    reads_solution = any(name in _FUNCTIONS for name in names)
+    reads_solution = any(name in _READ_SOLUTION for name in names)
     columns = [name for name in command.list_texts(_COLUMNS) if name != "solution" or not reads_solution]
     if reads_solution:
         keys[f"{ACTOR}.map_keys.response"] = "solution"

@@ -36,6 +36,25 @@ _DATA_PLAIN = frozenset("trust_remote_code cache_dir num_proc token data_files s
 #: arguments of a reward function that are not columns, and those that only TRL's trainer has
 _OF_REWARDS = frozenset("prompts completions completion_ids".split())
 _OF_TRAINER = frozenset("trainer_state log_extra log_metric environments".split())
+#: function of TRL that makes a reward -> ours, and for each argument, in its order, the key and the value without it; None
+#: for one that must be there
+_MADE: dict[str, tuple[str, dict[str, tuple[str, float | None]]]] = {
+    "get_soft_overlong_punishment": (
+        "soft_overlong", {"max_completion_len": ("soft_max_length", None), "soft_punish_cache": ("soft_cache_length", None)},
+    ),
+    "get_repetition_penalty_reward": (
+        "trl_repetition", {"ngram_size": ("repetition_n_grams", 3), "max_penalty": ("repetition_max_penalty", -1.0)},
+    ),
+    "get_cosine_scaled_reward": (
+        "trl_cosine",
+        {"max_len": ("cosine_max_len", None),
+         "min_value_wrong": ("cosine_min_len_value_wrong", -1.0), "max_value_wrong": ("cosine_max_len_value_wrong", -0.5),
+         "min_value_correct": ("cosine_max_len_value_correct", 0.5),
+         "max_value_correct": ("cosine_min_len_value_correct", 1.0)},
+    ),
+}  # fmt: skip
+#: keys of all of them
+MADE_KEYS = " ".join(key for _, arguments in _MADE.values() for key, _ in arguments.values())
 
 
 @dataclass
@@ -46,12 +65,14 @@ class Program:
         trainer: program of TRL, such as "grpo".
         options: name -> value, as a command of TRL has them.
         columns: columns of the data that own reward functions read.
+        made: function of TRL that makes a reward -> our reward, and the keys of its numbers.
         unread: sentences about what cannot be read.
     """
 
     trainer: str
     options: dict[str, object] = field(default_factory=dict)
     columns: list[str] = field(default_factory=list)
+    made: dict[str, tuple[str, dict[str, object]]] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
 
 
@@ -131,6 +152,8 @@ class _Reader:
                     readers[name](program, value, call.lineno)
                 except UnreadableError as error:
                     program.unread.append(f"{self._at(value)}: {name} is {error}, which a branch, a loop or a call decides")
+            elif name == "quantization_config" and name_call(value) == "get_quantization_config":
+                continue  # of load_in_4bit and load_in_8bit, which are options
             elif name not in _HARMLESS and not (isinstance(value, ast.Constant) and value.value is None):
                 program.unread.append(f"{self._at(value)}: {name} of the trainer is code that no run file has")
         for name in ("model_name_or_path", "dataset_name", *([_TEACHER] if "teacher_model" in arguments else [])):
@@ -290,28 +313,71 @@ class _Reader:
         node, line = self.names.follow(node, line)
         items = node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]
         names: list[str] = []
-        for item in items:
+        models: list[int] = []
+        for place, item in enumerate(items):
+            item, at = self.names.follow(item, line)
             if isinstance(item, ast.Constant) and isinstance(item.value, str):
                 program.options["reward_model_name_or_path"] = item.value
+                models.append(place)
+                continue
+            if isinstance(item, ast.Call) and name_call(item) in _MADE:
+                names.append(self._read_made(program, item, at))
                 continue
             name = item.id if isinstance(item, ast.Name) else ""
             module = self.names.modules.get(name, "")
-            if module.partition(".")[0] == "trl":
-                names.append(name)
-            elif name in self.names.functions:
-                if not self._has_guard():
-                    way = "importing it would start the training: move it to a module of its own"
-                    program.unread.append(f"{self._at(item)}: {name} is in a program without `if __name__ ==`, and {way}")
-                self._read_function(program, self.names.functions[name], self.path)
+            if name in self.names.functions:
+                self._read_own(program, item, name)
                 names.append(f"{self.path.stem}:{name}")
+            elif module.partition(".")[0] == "trl":
+                names.append(self.names.originals[name])
             elif module:
-                self._read_module(program, module, name)
-                names.append(f"{module}:{name}")
+                self._read_module(program, module, self.names.originals[name])
+                names.append(f"{module}:{self.names.originals[name]}")
             else:
                 program.unread.append(f"{self._at(item)}: the reward {ast.unparse(item)} is not a function of a module")
+        if len(models) > 1:
+            program.unread.append(f"{self._at(node)}: several reward models; one is read")
+        weights = program.options.get("reward_weights")
+        if models and isinstance(weights, list) and len(weights) == len(items):  # a command has the model first
+            program.options["reward_weights"] = [weights.pop(models[0]), *weights]
         if names:
             program.options["reward_funcs"] = names
 
+    def _read_own(self, program: Program, item: ast.expr, name: str) -> None:
+        """Read a reward function of the program."""
+        function = self.names.functions[name]
+        if not self._has_guard():
+            way = "importing it would start the training: move it to a module of its own"
+            program.unread.append(f"{self._at(item)}: {name} is in a program without `if __name__ ==`, and {way}")
+        elif function not in self.tree.body:
+            way = "which no other program can import: move it to the top of the file"
+            program.unread.append(f"{self._at(item)}: {name} is defined inside a function, a class or a branch, {way}")
+        read_reward_function(program, function, self.path)
+
+    def _read_made(self, program: Program, call: ast.Call, line: int) -> str:
+        """Keep our reward for one that a function of TRL makes, with its numbers; return the function's name."""
+        name = name_call(call)
+        self._ask_package(call, "trl")
+        reward, arguments = _MADE[name]
+        given: dict[str, ast.expr] = dict(zip(arguments, call.args, strict=False))
+        given |= {keyword.arg or "**": keyword.value for keyword in call.keywords}
+        numbers: dict[str, object] = {}
+        for argument in given.keys() - arguments.keys():
+            program.unread.append(f"{self._at(call)}: {argument} of {name} is not available here")
+        for argument, (key, default) in arguments.items():
+            try:
+                value = self.names.evaluate(given[argument], line) if argument in given else default
+            except UnreadableError as error:
+                program.unread.append(f"{self._at(call)}: {argument} of {name} is {error}, which only a run knows")
+                continue
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or (key in ("soft_cache_length", "cosine_max_len", "repetition_n_grams") and not value > 0):
+                sentence = f"{argument} of {name} is {value}; it must be a number, lengths above 0"
+                program.unread.append(f"{self._at(call)}: {sentence}")
+            numbers[key] = value
+        if program.made.setdefault(name, (reward, numbers)) != (reward, numbers):
+            program.unread.append(f"{self._at(call)}: {name} twice with other numbers; one is available")
+        return name
 
     def _has_guard(self) -> bool:
         """Return True where the trainer is called in a function, or only as the main program."""
@@ -320,31 +386,35 @@ class _Reader:
 
     def _read_module(self, program: Program, module: str, name: str) -> None:
         """Read a reward function of another file, where that is next to the program."""
-        path = self.path.parent / f"{module.replace('.', '/')}.py"
-        if not path.is_file():
-            return
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, ValueError):
-            return
-        for node in tree.body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
-                self._read_function(program, node, path)
+        read_reward_file(program, self.path.parent / f"{module.replace('.', '/')}.py", name)
 
-    def _read_function(self, program: Program, function: ast.FunctionDef | ast.AsyncFunctionDef, path: Path) -> None:
-        """Keep the columns that a reward function reads, and what of its form is not available."""
-        for place in _list_messages(function):
-            way = "here they are texts: read the completion itself"
-            program.unread.append(f"{path.name}, line {place}: {function.name} reads completions as messages; {way}")
-        names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
-        rest = function.args.kwarg.arg if function.args.kwarg else ""
-        names += [str(key) for node in ast.walk(function) if (key := _find_key(node, rest)) is not None]
-        for name in names:
-            if name in _OF_TRAINER:
-                place = f"{path.name}, line {function.lineno}"
-                program.unread.append(f"{place}: {function.name} reads {name}, which is not available")
-            elif name not in _OF_REWARDS and name not in program.columns:
-                program.columns.append(name)
+
+def read_reward_function(program: Program, function: ast.FunctionDef | ast.AsyncFunctionDef, path: Path) -> None:
+    """Keep the columns that a reward function reads, and what of its form is not available."""
+    for place in _list_messages(function):
+        way = "here they are texts: read the completion itself"
+        program.unread.append(f"{path.name}, line {place}: {function.name} reads completions as messages; {way}")
+    names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+    rest = function.args.kwarg.arg if function.args.kwarg else ""
+    names += [str(key) for node in ast.walk(function) if (key := _find_key(node, rest)) is not None]
+    for name in names:
+        if name in _OF_TRAINER:
+            place = f"{path.name}, line {function.lineno}"
+            program.unread.append(f"{place}: {function.name} reads {name}, which is not available")
+        elif name not in _OF_REWARDS and name not in program.columns:
+            program.columns.append(name)
+
+
+def read_reward_file(program: Program, path: Path, name: str) -> bool:
+    """Read a reward function of a file as `read_reward_function` does; return False where the file does not define it."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    found = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name]
+    for function in found[-1:]:
+        read_reward_function(program, function, path)
+    return bool(found)
 
 
 def _find_key(node: ast.AST, mapping: str) -> object:

@@ -26,6 +26,7 @@ from mindspeed_rl.importers.options import (
     by,
     no_effect,
     part,
+    read_number,
     refused,
     to,
     with_others,
@@ -819,7 +820,7 @@ def _read_prediction(
     scale, prediction = f"{ACTOR}.mtp_loss_scaling_factor", None
     if is_on and command.flag(f"{prefix}enable_train") and layout.engine == "megatron":
         written = run.get(scale)  # by override_transformer_config, which goes first there
-        factor = command.number(f"{prefix}mtp_loss_scaling_factor", 0.1) if written is None else float(str(written))
+        factor = command.number(f"{prefix}mtp_loss_scaling_factor", 0.1) if written is None else read_number(scale, written)
         count = _count_prediction_layers(command, prefix.removesuffix("mtp."))
         prediction = Prediction(count, factor, detaches=command.flag(f"{prefix}detach_encoder"))
     else:

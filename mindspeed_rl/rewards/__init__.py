@@ -40,7 +40,7 @@ REWARDS: dict[str, str | RewardFunction] = {
         name: f"mindspeed_rl.rewards.source_scores:{name}"
         for name in "verl_default verl_gsm8k verl_math_dapo verl_math verl_geo3k verl_search_em slime_deepscaler slime_math "
         "slime_dapo slime_f1 slime_boxed_f1 swift_accuracy swift_cosine swift_repetition swift_soft_overlong "
-        "trl_accuracy trl_reasoning_accuracy trl_think_format".split()
+        "trl_accuracy trl_reasoning_accuracy trl_think_format trl_cosine trl_repetition".split()
     },
     # others
     "exact_match": "mindspeed_rl.rewards.text_scores:exact_match",

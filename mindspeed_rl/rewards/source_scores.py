@@ -310,3 +310,23 @@ def trl_reasoning_accuracy(response: str, solution: object) -> float | None:
 def trl_think_format(response: str) -> float:
     """Return 1.0 for <think>..</think> and an answer in the response itself; a thought that the prompt opened is none there."""
     return think_alone(response)
+
+
+def trl_cosine(response: str, solution: object, response_ids: list[int], settings: RewardSettings) -> float | None:
+    """Interpolate by length as `cosine` does, by the judgement of `trl_accuracy`; None for a solution that it cannot read."""
+    right = trl_accuracy(response, solution)
+    if right is None:
+        return None
+    limit = settings.cosine_max_len or settings.max_tokens
+    if right:
+        first, last = settings.cosine_min_len_value_correct, settings.cosine_max_len_value_correct
+    else:
+        first, last = settings.cosine_min_len_value_wrong, settings.cosine_max_len_value_wrong
+    return last + (first - last) / 2 * (1 + math.cos(math.pi * min(len(response_ids), limit) / limit))
+
+
+def trl_repetition(response_ids: list[int], settings: RewardSettings) -> float:
+    """Return `repetition_max_penalty` times the fraction of n-grams of tokens that occurred before; 0.0 below n tokens."""
+    size = settings.repetition_n_grams
+    grams = [tuple(response_ids[start : start + size]) for start in range(len(response_ids) - size + 1)]
+    return settings.repetition_max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0

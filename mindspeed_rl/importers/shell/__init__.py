@@ -7,6 +7,7 @@ followed. A value that only the machine of the script knows stays in the words a
 
 from mindspeed_rl.importers.shell.command import (
     Command,
+    is_switched_on,
     list_unknown,
     make_mark,
     read_flags,
@@ -20,6 +21,7 @@ __all__ = [
     "MAX_PARENTS",
     "Command",
     "find_call",
+    "is_switched_on",
     "list_unknown",
     "make_mark",
     "read_flags",

@@ -7,9 +7,17 @@ import operator
 import re
 from collections.abc import Callable
 
+
+def _divide(first: int, second: int) -> int:
+    """Return the quotient, towards zero."""
+    quotient = abs(first) // abs(second)
+    return quotient if (first < 0) == (second < 0) else -quotient
+
+
 _OPERATORS: dict[type[ast.operator] | type[ast.cmpop], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
-    ast.FloorDiv: operator.floordiv, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Mod: lambda first, second: first - second * _divide(first, second), ast.FloorDiv: _divide,
+    ast.LShift: operator.lshift, ast.RShift: operator.rshift,
     ast.Pow: lambda base, exponent: int(base**exponent),
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,

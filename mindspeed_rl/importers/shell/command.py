@@ -76,6 +76,23 @@ def read_variable(environment: Mapping[str, str], name: str, default: str | None
     return value
 
 
+#: values of a variable that is a switch, in any case
+_ON, _OFF = ("1", "true", "y"), ("", "0", "false", "n", "no", "off", "none")
+
+
+def is_switched_on(environment: Mapping[str, str], name: str) -> bool:
+    """Return whether a variable that is a switch is on.
+
+    Raises:
+        ConfigError: its value is not in the script, or projects read it in different ways.
+    """
+    value = (read_variable(environment, name) or "").strip().lower()
+    if value not in _ON and value not in _OFF:
+        given = f"{name}={environment[name]}"
+        raise ConfigError([f"{given}: a switch that some programs read as on and others as off; write 1 or 0"])
+    return value in _ON
+
+
 def read_flags(words: list[str] | tuple[str, ...]) -> tuple[dict[str, list[str]], list[str]]:
     """Return the words of each `--name value ...` or `--name=value`, hyphens as underscores, and the words before the first.
 

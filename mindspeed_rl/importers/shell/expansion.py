@@ -106,6 +106,9 @@ class Expander:
             ValueError: a quote has no end.
         """
         words, place = _Words(splits), 0
+        if word[:1] == "~" and word[1:2] in ("", "/") and (home := self.scope.find("HOME")) is not None:
+            words.add_text(str(home))
+            place = 1
         while place < len(word):
             char = word[place]
             if char == "\\":
@@ -153,8 +156,14 @@ class Expander:
         return value
 
     def _expand_quoted(self, text: str, words: _Words, *, blank_unset: bool) -> None:
-        words.add_text("")
         place = 0
+        if text[:1] == "$":
+            expansion, place = self._read_expansion(text, place, blank_unset)
+            if expansion.kind == "list" and not expansion.items and place == len(text):
+                return  # an array without items is no word, not an empty one
+            words.add_text("")
+            words.add(expansion, quoted=True)
+        words.add_text("")
         while place < len(text):
             if text[place] == "\\" and text[place + 1 : place + 2] in _ESCAPED:
                 words.add_text(text[place + 1].replace("\n", ""))
@@ -176,7 +185,7 @@ class Expander:
         if match is None:
             return _Expansion.of_text("$"), place + 1
         if match.group() in _ALL:
-            return _Expansion(self.scope.arguments, "list"), match.end()
+            return self._expand_items(self.scope.arguments, "@", "", "", joins=match.group() == "*"), match.end()
         return _Expansion.of_text(self.scope.read(match.group(), blank_unset=blank_unset)), match.end()
 
     def _read_backquotes(self, text: str, place: int, _: bool) -> tuple[_Expansion, int]:
@@ -207,7 +216,7 @@ class Expander:
             return _Expansion.of_text(self.scope.mark(text))
         flag, name, index, rest = match.groups()
         if name in _ALL:
-            return self._expand_items(self.scope.arguments, name, flag, rest, joins=False)
+            return self._expand_items(self.scope.arguments, name, flag, rest, joins=name == "*")
         value = self.scope.find(name)
         if isinstance(value, dict):
             if index in _ALL:
@@ -233,7 +242,13 @@ class Expander:
         """Return the items of an array, or their number; those that a slice leaves, or each with a change."""
         if flag == "#":
             return _Expansion.of_text(str(len(items)))
-        if cut := _ITEMS.fullmatch(rest):
+        if flag == "!":
+            return _Expansion(list(map(str, range(len(items)))), "list")
+        if default := _DEFAULT.match(rest):
+            text = " ".join(items)
+            chosen = self._choose_default(name, text if items else None, *default.groups())
+            items = items if chosen == [text] else chosen
+        elif cut := _ITEMS.fullmatch(rest):
             bounds = [self.compute(bound) if bound else None for bound in cut.groups()]
             if unknown := [bound for bound in bounds if list_unknown(bound)]:
                 items = [str(unknown[0])]
@@ -286,7 +301,7 @@ class Expander:
 
 def _cut(text: str, where: str, pattern: str) -> str:
     """Return a text without the prefix or suffix that a pattern matches; twice the sign for the longest one."""
-    from_end = where[0] == "%"
+    from_end, pattern = where[0] == "%", pattern.replace("[^", "[!")
     sizes = range(len(text), -1, -1) if len(where) == 2 else range(len(text) + 1)
     for size in sizes:
         part = text[len(text) - size :] if from_end else text[:size]
@@ -296,7 +311,15 @@ def _cut(text: str, where: str, pattern: str) -> str:
 
 
 def _replace(text: str, where: str, old: str, new: str) -> str:
-    return text.replace(old, new) if where == "//" else text.replace(old, new, 1)
+    """Return a text with the longest match of a pattern replaced, or all of them; # and % bind it to the start and the end."""
+    anchor = old[:1] if where == "/" and old[:1] in ("#", "%") and old[1:] else ""
+    old = old.removeprefix(anchor)
+    if not old:
+        return text
+    # fnmatch's form of the pattern without its end, which is \\z or \\Z
+    pattern = re.sub(r"\\[zZ]$", "", fnmatch.translate(old.replace("[^", "[!")))
+    pattern = {"#": rf"\A(?:{pattern})", "%": rf"(?:{pattern})\Z"}.get(anchor, pattern)
+    return re.sub(pattern, lambda _: new, text, count=0 if where == "//" else 1)
 
 
 def _slice(text: str, start: str, length: str) -> str:
@@ -310,7 +333,7 @@ def _change_case(text: str, where: str) -> str:
 #: what follows the name in braces -> function of the text and the expanded groups
 _CHANGES: tuple[tuple[re.Pattern[str], Callable[..., str]], ...] = (
     (re.compile(r"(%%|%|##|#)(.*)", re.DOTALL), _cut),
-    (re.compile(r"(//?)([^/]*)/?(.*)", re.DOTALL), _replace),
+    (re.compile(r"(//?)((?:\\.|[^/\\])*)/?(.*)", re.DOTALL), _replace),
     (re.compile(r":\s*(\d+)(?::(\d+))?"), _slice),
     (re.compile(r"(\^\^|,,)"), _change_case),
 )

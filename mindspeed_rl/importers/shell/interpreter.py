@@ -29,6 +29,8 @@ _COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "
 #: loops over more items, and scripts that run more others, than any script means
 _MAX_ITEMS = 64
 _MAX_DEPTH = 20
+#: index of an array beyond which no script has items
+_LARGEST_INDEX = 10_000
 #: folders above a script's which relative paths may start from, such as the root of its checkout
 MAX_PARENTS = 6
 #: options of `read`, `mapfile` and `readarray` that have a word
@@ -117,6 +119,9 @@ class _Interpreter:
         inner_runs: number of scripts that were run, of this one and those around it together.
         uncertain, loop, directory: what the commands that follow get, see `Command`.
         depth: depth of functions, files and scripts within one another.
+        doubts: number of uncertain branches around what runs; `returns` and `breaks` have it for the function and the loop.
+        leaves: "exit", "return", "break" or "continue" while it is followed.
+        hidden: for each function that runs, the values of the names that it has declared.
         outer_folders: folders of the scripts around this one, from which its relative paths may start too.
     """
 
@@ -130,6 +135,11 @@ class _Interpreter:
     loop: str = ""
     directory: str = ""
     depth: int = 0
+    doubts: int = 0
+    returns: int | None = None
+    breaks: int | None = None
+    leaves: str = ""
+    hidden: list[dict[str, Variable | None]] = field(default_factory=list)
     outer_folders: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
@@ -141,6 +151,8 @@ class _Interpreter:
         """Follow the commands; return the status of the last one: None where only the machine knows it."""
         status: bool | None = True
         for node in nodes:
+            if self.leaves:
+                break
             if (node.link == "&&" and status is False) or (node.link == "||" and status is True):
                 continue
             if node.link in ("&&", "||") and status is None:
@@ -159,6 +171,7 @@ class _Interpreter:
         outer = self.directory, dict(scope.variables), set(scope.exported), dict(self.functions)
         status = self.run(node.parts[0])
         self.directory, scope.variables, scope.exported, self.functions = outer
+        self.leaves = ""
         return status
 
     def _run_if(self, node: Node) -> bool | None:
@@ -184,14 +197,20 @@ class _Interpreter:
         items = [item for word in words[1:] for part in list_braces(word) for item in self.words.expand(part)]
         if name in self.scope.known:  # each run would have the value of the user
             items = items[:1]
-        outer = self.loop
+        outer, breaks = self.loop, self.breaks
+        self.breaks = self.doubts
         for index, item in enumerate(items[:_MAX_ITEMS]):
             if len(items) > 1 and not outer:
                 runs = f"run {index + 1} of {len(items)} of the loop over {name} in line {node.line}: {name}={item}"
                 self.loop = f"{runs}; --set {name}=VALUE imports another"
             self.scope.variables[name] = item
             self.run(node.parts[0])
-        self.loop = outer
+            if self.leaves == "continue":
+                self.leaves = ""
+            if self.leaves:
+                break
+        self.loop, self.breaks = outer, breaks
+        self.leaves = "" if self.leaves == "break" else self.leaves
         return True
 
     def _run_while(self, node: Node) -> bool | None:
@@ -221,11 +240,13 @@ class _Interpreter:
         """
         before, outer = dict(self.scope.variables), self.uncertain
         results = []
+        self.doubts += 1
         for body in bodies:
             self.scope.variables, self.uncertain = dict(before), outer or condition
             self.run(body)
             results.append(self.scope.variables)
         self.uncertain = outer
+        self.doubts -= 1
         if len(bodies) == 1:
             results.append(before)
         names = {name for result in results for name in result}
@@ -257,7 +278,7 @@ class _Interpreter:
             return self._test(words)
         if words[0] in _DECLARING:
             return self._declare(words)
-        expanded = [item for word in words for item in self.words.expand(word)]
+        expanded = [item for word in words for part in list_braces(word) for item in self.words.expand(part)]
         if not expanded:
             return True
         front = {match.group(1): " ".join(self.words.expand(match.group(4))) for match in assignments}
@@ -268,8 +289,8 @@ class _Interpreter:
             return _STATUSES[call.name]
         is_shallow = self.depth < _MAX_DEPTH
         if call.name in self.functions and is_shallow:
-            with self._deeper(call.words):
-                return self.run(self.functions[call.name])
+            with self._deeper(call.words), self._own_names():
+                return self._run_body(self.functions[call.name])
         if call.name in _BUILTINS and (status := _BUILTINS[call.name](self, call)) is not _Kind.PROGRAM:
             return status
         expanded = [call.name, *call.words]
@@ -372,6 +393,36 @@ class _Interpreter:
         if kept is not None:
             self.scope.restore_arguments(kept)
 
+    def _run_body(self, nodes: list[Node]) -> bool | None:
+        """Follow a function or a file that is read into the script, both of which `return` ends."""
+        outer = self.returns, self.breaks
+        self.returns, self.breaks = self.doubts, None
+        status = self.run(nodes)
+        self.returns, self.breaks = outer
+        self.leaves = "" if self.leaves == "return" else self.leaves
+        return status
+
+    def _leave(self, call: _Call) -> bool | None | _Kind:
+        """Follow `exit`, `return`, `break` and `continue` where nothing uncertain decides about them.
+
+        An exit with an error is what a wrong call of the script meets.
+        """
+        status = next(iter(call.words), "0")
+        level = {"exit": 0 if status == "0" else None, "return": self.returns}.get(call.name, self.breaks)
+        if level == self.doubts and not (call.name == "exit" and self.uncertain):
+            self.leaves = call.name
+        return {"0": True}.get(status, None if list_unknown(status) else False) if call.name == "return" else True
+
+    @contextmanager
+    def _own_names(self) -> Iterator[None]:
+        """Give the names that a function declares their former values when it ends."""
+        self.hidden.append({})
+        yield
+        for name, value in self.hidden.pop().items():
+            self.scope.variables.pop(name, None)
+            if value is not None:
+                self.scope.variables[name] = value
+
     # --- builtins: each returns a status, or PROGRAM where it leaves the command to those that follow programs
 
     def _source(self, call: _Call) -> bool | None | _Kind:
@@ -385,7 +436,7 @@ class _Interpreter:
             self.folder, self.outer_folders = path.parent, (self.folder or Path(), *self.outer_folders)
         # with words behind it they are its arguments, without any it has the script's
         with self._deeper(call.words[1:] or None):
-            status = self.run(parse(text))
+            status = self._run_body(parse(text))
         self.folder, self.outer_folders = outer
         return status
 
@@ -407,8 +458,15 @@ class _Interpreter:
         return True
 
     def _unset(self, call: _Call) -> bool | None | _Kind:
-        for name in call.words:
-            self.scope.variables.pop(name, None)
+        for word in call.words:
+            name, bracket, index = word.removesuffix("]").partition("[")
+            value = self.scope.variables.get(name)
+            if not bracket:
+                self.scope.variables.pop(name, None)
+            elif isinstance(value, dict):
+                value.pop(index.strip("'\""), None)
+            elif isinstance(value, list) and (place := self.words.compute(index)).lstrip("-").isdigit():
+                del value[int(place) : int(place) + 1 or None]
         return True
 
     def _let(self, call: _Call) -> bool | None | _Kind:
@@ -478,14 +536,23 @@ class _Interpreter:
     # --- assignments
 
     def _declare(self, words: list[str]) -> bool:
-        maps = any(word.startswith("-") and "A" in word for word in words[1:])
+        flags = "".join(word for word in words[1:] if word.startswith(("-", "+")) and "=" not in word)
+        is_local = bool(self.hidden) and words[0] in ("local", "declare", "typeset") and "g" not in flags
         for word in words[1:]:
             match = _ASSIGNMENT.fullmatch(word)
-            if maps and not word.startswith("-"):
-                self.scope.variables.setdefault(word.partition("=")[0], {})
             name = word if match is None else match.group(1)
+            if is_local and NAME.fullmatch(name) and name not in self.hidden[-1]:
+                self.hidden[-1][name] = self.scope.variables.get(name)
+                if match is None:
+                    self.scope.variables.pop(name, None)
+            if "A" in flags and not word.startswith("-"):
+                self.scope.variables.setdefault(word.partition("=")[0], {})
+            if "i" in flags and NAME.fullmatch(name):
+                self.scope.whole.add(name)
             if match is not None:
                 self._assign(match)
+            if "n" in flags and NAME.fullmatch(name):
+                self.scope.set(name, self.scope.mark(name))  # another name of a variable
             if words[0] == "export" and NAME.fullmatch(name):
                 self.scope.exported.add(name)
         return True
@@ -499,13 +566,15 @@ class _Interpreter:
             value: Variable = self._read_map(old, index, text, adds=bool(plus))
         elif text.startswith("(") and text.endswith(")"):
             items = [token.text for token in read_tokens(text[1:-1]) if not token.is_operator]
-            added = [item for word in items for item in self.words.expand(word)]
+            added = [item for word in items for part in list_braces(word) for item in self.words.expand(part)]
             value = [*(old if isinstance(old, list) else [old] if old else []), *added] if plus else added
         elif index is not None:
-            value = self._change_item(old if isinstance(old, list) else [], index, text)
+            value = self._change_item(old if isinstance(old, list) else [old] if old else [], index, text, adds=bool(plus))
         else:
             value = self._read_text(name, text)
-            if plus and isinstance(old, list):
+            if name in self.scope.whole:
+                value = self.words.compute(f"{old or 0} + ({value})" if plus else value)
+            elif plus and isinstance(old, list):
                 value = [old[0] + value, *old[1:]] if old else [value]
             elif plus and isinstance(old, str):
                 value = old + value
@@ -516,10 +585,13 @@ class _Interpreter:
         read = {" ".join(self.words.expand(key)): self.words.expand_text(item) for key, item in pairs}
         return {**old, **read} if adds or index is not None else read
 
-    def _change_item(self, old: list[str], index: str, text: str) -> list[str]:
-        place = int(index) if index.isdigit() else 0
+    def _change_item(self, old: list[str], index: str, text: str, *, adds: bool) -> list[str]:
+        computed = self.words.compute(index)
+        if list_unknown(computed) or not -len(old) <= int(computed) < _LARGEST_INDEX:
+            return [self.scope.mark_output()]  # which item it is only the machine knows
+        place = int(computed) if int(computed) >= 0 else len(old) + int(computed)
         items = [*old, *[""] * (place + 1 - len(old))]
-        items[place] = " ".join(self.words.expand(text))
+        items[place] = (items[place] if adds else "") + self.words.expand_text(text)
         return items
 
     def _read_text(self, name: str, text: str) -> str:
@@ -600,6 +672,7 @@ _BUILTINS: dict[str, Callable[[_Interpreter, _Call], bool | None | _Kind]] = {
     "set": _Interpreter._set,
     "shift": _Interpreter._shift,
     "unset": _Interpreter._unset,
+    **dict.fromkeys(("exit", "return", "break", "continue"), _Interpreter._leave),
     "let": _Interpreter._let,
     **dict.fromkeys(("cd", "pushd"), _Interpreter._change_directory),
     **dict.fromkeys(("read", "mapfile", "readarray"), _Interpreter._read),

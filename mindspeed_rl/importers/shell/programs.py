@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -26,14 +27,63 @@ def count(first: int, last: int, step: int) -> list[int]:
 
 
 def list_braces(word: str) -> list[str]:
-    """Return the words of {1..8}, {1..8..2} or {a,b} without quotes; another word as it is."""
-    if (match := re.fullmatch(rf"\{{({_NUMBER})\.\.({_NUMBER})(?:\.\.({_NUMBER}))?\}}", word)) is not None:
+    """Return the words that {a,b} and {1..8..2} outside of quotes make of a word; another word as it is."""
+    place = 0
+    while place < len(word):
+        end = _skip(word, place)
+        if word[place] != "{" or end == place + 1:
+            place = end
+            continue
+        parts = _split_alternatives(word[place + 1 : end - 1])
+        if parts is not None:
+            heads = [word[:place] + item for part in parts for item in list_braces(part)]
+            tails = list_braces(word[end:])
+            if len(heads) * len(tails) <= _MAX_COUNT:
+                return [head + tail for head in heads for tail in tails]
+        place += 1
+    return [word]
+
+
+def _skip(word: str, place: int) -> int:
+    """Return the place after a quote, an expansion or braces with all that they hold; after one character otherwise."""
+    char = word[place]
+    if char == "\\":
+        return place + 2
+    if char in "'\"`":
+        end = place + 1
+        while end < len(word) and word[end] != char:
+            end += 2 if char != "'" and word[end] == "\\" else 1
+        return end + 1
+    if char == "$" and word[place + 1 : place + 2] in ("{", "("):
+        return _find_end(word, place + 1)
+    return _find_end(word, place) if char in "{(" else place + 1
+
+
+def _find_end(word: str, place: int) -> int:
+    """Return the place after what a bracket holds; after the bracket where it has no end."""
+    closing = {"{": "}", "(": ")"}[word[place]]
+    end = place + 1
+    while end < len(word):
+        if word[end] == closing:
+            return end + 1
+        end = _skip(word, end)
+    return place + 1
+
+
+def _split_alternatives(text: str) -> list[str] | None:
+    """Return what stands between the commas of braces, or their range; None for other braces, which stay as they are."""
+    if (match := re.fullmatch(rf"({_NUMBER})\.\.({_NUMBER})(?:\.\.({_NUMBER}))?", text)) is not None:
         first, last = int(match.group(1)), int(match.group(2))
         step = abs(int(match.group(3) or 1)) or 1
-        return list(map(str, count(first, last, step if first <= last else -step))) or [word]
-    if re.fullmatch(r"\{[^\s{}'\"]+,[^\s{}'\"]+\}", word):
-        return word[1:-1].split(",")
-    return [word]
+        width = max(len(item) for item in match.groups()[:2]) if re.search(r"(^|\.)-?0\d", text) else 0
+        return [str(item).zfill(width) for item in count(first, last, step if first <= last else -step)] or None
+    parts, place, start = [], 0, 0
+    while place < len(text):
+        if text[place] == ",":
+            parts.append(text[start:place])
+            start = place + 1
+        place = _skip(text, place)
+    return [*parts, text[start:]] if parts else None
 
 
 def format_text(words: Sequence[str]) -> str:
@@ -57,7 +107,9 @@ def format_text(words: Sequence[str]) -> str:
 
 def list_said(words: Sequence[str]) -> list[str]:
     """Return the words that `echo` writes."""
-    return [word for word in words if word not in ("-n", "-e")]
+    flags = list(itertools.takewhile(re.compile(r"-[neE]+").fullmatch, words))
+    said = words[len(flags) :]
+    return [word.replace("\\n", "\n").replace("\\t", "\t") for word in said] if "e" in "".join(flags) else list(said)
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,13 @@ class Scope:
     Attributes:
         known: values of the user, which assignments of the script do not change.
         exported: names of those that commands get.
+        whole: names of those that are whole numbers (declare -i).
     """
 
     known: Mapping[str, str]
     variables: dict[str, Variable] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)
     line: int = 1
 
     @property
@@ -55,7 +57,10 @@ class Scope:
             return value.get("0", "")
         if value is not None:
             return value
-        return _SPECIAL[name] if name in _SPECIAL else "" if blank_unset and name.isdigit() else self.mark(name)
+        if name in _SPECIAL:
+            return _SPECIAL[name]
+        # a function or another script has the words of its call, and no others
+        return "" if name.isdigit() and (blank_unset or "@" in self.variables) else self.mark(name)
 
     def mark(self, name: str) -> str:
         """Return what stands for a value that is not in the script."""

@@ -119,7 +119,8 @@ def test_words_after_the_file_replace_its_values(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "count"),
     [
-        ("llamafactory-cli train train.yaml", 1),
+        ("python src/train.py train.yaml", 1),
+        ("USE_RAY=True llamafactory-cli train train.yaml", 1),
         ("ASCEND_RT_VISIBLE_DEVICES=0,1,2 lmf train train.yaml", 3),
         ("torchrun --nproc_per_node 4 --nnodes 2 src/train.py train.yaml", 8),
         ("accelerate launch --num_processes 6 src/train.py train.yaml", 6),
@@ -132,10 +133,26 @@ def test_devices_of_the_launchers(folder: Path, command: str, count: int) -> Non
     assert training(take(command, devices=None))["num_npus"] == count
 
 
-def test_all_devices_of_a_machine_are_asked_for(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    ["FORCE_TORCHRUN=1 llamafactory-cli train train.yaml", "llamafactory-cli train train.yaml", "train.yaml",
+     "USE_RAY=0 lmf train train.yaml", "accelerate launch src/train.py train.yaml", "deepspeed src/train.py train.yaml",
+     "USE_RAY=0 FORCE_TORCHRUN=true llamafactory-cli train train.yaml"],
+)  # fmt: skip
+def test_all_devices_of_a_machine_are_asked_for(folder: Path, command: str) -> None:
     write(folder, {})
     with pytest.raises(ConfigError, match="write --devices N"):
-        take("FORCE_TORCHRUN=1 llamafactory-cli train train.yaml", devices=None)
+        take(command, devices=None)
+
+
+def test_a_switch_that_programs_read_in_different_ways_is_asked_for(folder: Path) -> None:
+    write(folder, {})
+    with pytest.raises(ConfigError, match="USE_MCA=yes: a switch that some programs read as on and others as off"):
+        take("USE_MCA=yes llamafactory-cli train train.yaml")
+    for value in ("", "0", "False", "no", "OFF"):
+        assert training(take(f"USE_V1={value} USE_MCA={value} llamafactory-cli train train.yaml"))["num_npus"] == 8
+    with pytest.raises(ConfigError, match="second engine of LLaMA-Factory"):
+        take("USE_V1=Y llamafactory-cli train train.yaml")
 
 
 @pytest.mark.parametrize(

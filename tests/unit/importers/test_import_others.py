@@ -94,7 +94,8 @@ def test_a_file_of_options_says_its_trainer_by_its_options(tmp_path: Path) -> No
     [
         ("--loss_type unheard_of", "the policy loss unheard_of"),
         ("--use_adaptive_entropy", "an adaptive entropy bonus"),
-        ("--reward_funcs my.rewards.polite", "a function in TRL's form"),
+        ("--reward_funcs my.rewards.polite", "my/rewards.py is not here, and the function says which columns it reads"),
+        ("--reward_funcs polite", "no reward function of TRL; it has accuracy_reward"),
         ("--lr_scheduler_type cosine_with_restarts", "its form"),
         ("--use_peft --model_name_or_path microsoft/phi-4", "PEFT's default layers"),
         ("--no_such_option 1", "no option of TRL 1.16.0"),
@@ -491,3 +492,23 @@ def test_trl_trains_completions_where_rows_have_some(row: dict, options: str, tr
     settings = ImportSettings(devices=1, folder=tmp_path, accepted=frozenset({"trained_tokens"}))
     run = import_command(PROJECTS["trl"], command, settings)
     assert run.plans is not None and run.plans[0].trained_tokens == trained
+
+
+@pytest.mark.parametrize(
+    ("project", "command"),
+    [
+        ("trl", TRL),
+        ("trl", TRL.replace("trl grpo", "accelerate launch trl/scripts/grpo.py")),
+        ("swift", "accelerate launch swift/cli/sft.py --model m --dataset d.jsonl --max_length 512"),
+    ],
+)
+def test_a_launcher_that_takes_all_devices_of_a_machine_asks_for_their_number(project: str, command: str) -> None:
+    fail(project, command, "takes all devices of a machine, and nothing says how many there are; write --devices N")
+    plans = take(project, f"ASCEND_RT_VISIBLE_DEVICES=4,5,6,7 {command}").plans
+    assert plans is not None and (plans[0].dp, plans[1].dp) == (4, 4)
+
+
+def test_a_program_by_itself_is_one_process() -> None:
+    command = TRL.replace("trl grpo", "python trl/scripts/grpo.py") + "--per_device_train_batch_size 8"
+    plans = take("trl", command).plans
+    assert plans is not None and (plans[1].dp, plans[1].step_samples) == (1, 8)

@@ -320,7 +320,6 @@ def test_dpo_ends_after_max_steps_and_has_the_beta_of_the_loss(folder: Path) -> 
     ("text", "message"),
     [
         ("custom_envs: {FrozenLake: {}}\ntrain_env_manager: {tags: [FrozenLake]}", "pipeline of agents, which play FrozenLake"),
-        ("student: {}\nteacher: {}", "distillation on the answers of rows"),
         ("custom_env: {}", "there is no command of a pipeline of ROLL for rows.yaml, a part of another file"),
         (f"sft_train:{ROLE}  x: 1", "pretrain is missing"),
         (f"pretrain: m\nsft_train:{ROLE}".replace("data/rows.json", "[a.json, b.json]"), "2 files: .*--set DATA=FILE"),
@@ -336,3 +335,76 @@ def test_a_program_reads_the_files_of_its_pipeline(folder: Path) -> None:
         import_rows("x: 1", program="start_agentic_pipeline")
     with pytest.raises(ConfigError, match="start_dpo_pipeline reads no file with the roles of rows.yaml, which is one of sft"):
         import_rows(f"pretrain: m\nsft_train:{ROLE}", program="start_dpo_pipeline")
+
+
+DISTILLED = """
+student_pretrain: Qwen/Qwen2.5-7B-Instruct
+teacher_pretrain: Qwen/Qwen2.5-14B-Instruct
+logits_topk: 32
+distill_loss_weight: 0.8
+sequence_length: 1001
+max_grad_norm: 2.0
+question_key: q
+answer_key: a
+student:
+  training_args: {learning_rate: 2.0e-5, lr_scheduler_type: constant, per_device_train_batch_size: 4,
+    gradient_accumulation_steps: 2, num_train_epochs: 2}
+  data_args: {file_name: [rows.json], template: qwen2_5}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
+  device_mapping: list(range(0,8))
+teacher:
+  data_args: {template: qwen2_5}
+  strategy_args: {strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 4}}
+  device_mapping: list(range(0,8))
+"""
+
+
+def import_distilled(folder: Path, text: str = DISTILLED, **variables: str) -> Import:
+    (folder / "own" / "distill.yaml").write_text(text)
+    command = "python examples/start_distill_pipeline.py --config_path own --config_name distill"
+    settings = ImportSettings(variables={"PROMPTS": "rows.jsonl", **variables}, rows=320)
+    return import_command(PROJECTS["roll"], command, settings)
+
+
+def test_a_teacher_on_the_answers_of_rows_is_a_distillation_that_samples_nothing(folder: Path) -> None:
+    run = import_distilled(folder)
+    distillation = run.tree["rl_config"]["distillation"]
+    expected = {
+        "teacher_models": ["Qwen/Qwen2.5-14B-Instruct"], "loss_mode": "forward_kl_topk", "topk": 32, "topk_rest": "renormalize",
+        "on_policy_fraction": 0.0,
+    }  # fmt: skip
+    assert {name: distillation[name] for name in expected} == expected
+    # the loss there is 0.8 D + 0.2 CE, here D + 0.25 CE: gradients are 1 / 0.8 times as large, and so are limit and epsilon
+    assert distillation["supervised_coef"] == pytest.approx(0.25)
+    assert run.get("megatron_training.clip_grad") == pytest.approx(2.5)
+    assert run.get("megatron_training.adam_eps") == pytest.approx(1.25e-8)
+    # 4 rows x 2 passes x 4 replicas, 320 rows twice
+    assert run.plans is not None
+    assert (run.plans[1].step_samples, run.plans[1].total_steps, run.plans[1].dp) == (32, 20, 4)
+    assert (run.plans[1].prompt_length, run.plans[1].response_length) == (501, 500)
+    assert run.get("generate_config.max_model_len") == 1001
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("logits_topk: 32", "logits_topk: 0", "the divergence over the whole vocabulary"),
+        ("distill_loss_weight: 0.8", "distill_loss_weight: 0", "0 is the pipeline of SFT"),
+        ("logits_topk: 32", "kd_objective: adaptive_kl", "kd_objective adaptive_kl: not available here"),
+        ("logits_topk: 32", "kd_temperature: 2", "other temperatures than 1"),
+        ("logits_topk: 32", "distill_on_prompt: true", "a divergence on the tokens of the questions"),
+        ("teacher_pretrain: Qwen/Qwen2.5-14B-Instruct", "", "teacher_pretrain is missing"),
+        ("7B-Instruct", "VL-7B-Instruct", "distillation on the answers of rows with images"),
+        ("num_train_epochs: 2", "num_train_epochs: 0.5", "takes a whole number"),
+    ],
+)
+def test_what_another_distillation_has_is_named(folder: Path, before: str, after: str, sentence: str) -> None:
+    assert before in DISTILLED
+    with pytest.raises(ConfigError, match=sentence):
+        import_distilled(folder, DISTILLED.replace(before, after))
+
+
+def test_rows_of_a_distillation_are_written_by_the_user(folder: Path) -> None:
+    (folder / "own" / "distill.yaml").write_text(DISTILLED)
+    with pytest.raises(ConfigError, match="a line break in front of each question"):
+        import_command(PROJECTS["roll"], "own/distill.yaml", ImportSettings(rows=320))

@@ -176,3 +176,78 @@ if __name__ == "__main__":
     run = import_command(PROJECTS["trl"], command.format(path), ImportSettings(rewards=REWARDS, folder=tmp_path))
     training = run.tree["megatron_training"]
     assert (training["seq_length"], training["num_npus"], training["train_iters"]) == (512, 4, 5)
+
+
+MADE = (
+    "reward_funcs=[length_reward, get_soft_overlong_punishment(2048, soft_punish_cache=GROUP * 32), "
+    "get_cosine_scaled_reward(max_len=1000, max_value_wrong=-0.25), get_repetition_penalty_reward(ngram_size=4), right]"
+)
+
+
+def use_rewards(rewards: str) -> str:
+    names = "accuracy_reward as right, get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment"
+    text = GRPO.replace("reward_funcs=[length_reward, accuracy_reward]", rewards)
+    return text.replace("import accuracy_reward", f"import {names}")
+
+
+def test_rewards_that_functions_make_have_their_numbers(tmp_path: Path) -> None:
+    rewards = take(tmp_path, use_rewards(MADE)).tree["rl_config"]
+    functions = ["mine:length_reward", "soft_overlong", "trl_cosine", "trl_repetition", "trl_accuracy"]
+    assert rewards["reward_funcs"] == functions
+    numbers = {
+        "soft_max_length": 2048, "soft_cache_length": 256, "cosine_max_len": 1000, "repetition_n_grams": 4,
+        # TRL names its bounds by their size, the keys here by the length of the response
+        "cosine_min_len_value_wrong": -1.0, "cosine_max_len_value_wrong": -0.25,
+        "cosine_min_len_value_correct": 1.0, "cosine_max_len_value_correct": 0.5, "repetition_max_penalty": -1.0,
+    }  # fmt: skip
+    assert {key: rewards[key] for key in numbers} == numbers
+
+
+def test_the_weight_of_a_reward_model_follows_it_to_the_front(tmp_path: Path) -> None:
+    text = GRPO.replace("[length_reward, accuracy_reward]", '[length_reward, "rm", accuracy_reward]')
+    text = text.replace("beta=0.04", "beta=0.04, reward_weights=[0.5, 0.25, 2.0]")
+    rewards = take(tmp_path, text).tree["rl_config"]
+    assert (rewards["reward_weights"], rewards["reward_model_weight"]) == ([0.5, 2.0], 0.25)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "sentence"),
+    [
+        ("reward_funcs=[get_soft_overlong_punishment(2048, 0)]", "soft_punish_cache of get_soft_overlong_punishment is 0; it"),
+        ("reward_funcs=[get_cosine_scaled_reward()]", "max_len of get_cosine_scaled_reward is None; it must be"),
+        ("reward_funcs=[get_cosine_scaled_reward(pick())]", "max_len of get_cosine_scaled_reward is pick(), which only a run"),
+        ("reward_funcs=[get_cosine_scaled_reward(9), get_cosine_scaled_reward(8)]", "twice with other numbers"),
+        ('reward_funcs=["a", "b"]', "several reward models; one is read"),
+        ("reward_funcs=[get_repetition_penalty_reward(size=3)]", "size of get_repetition_penalty_reward is not available"),
+    ],
+)
+def test_a_reward_without_a_counterpart_is_named(tmp_path: Path, rewards: str, sentence: str) -> None:
+    assert sentence in refuse(tmp_path, use_rewards(rewards))
+
+
+def test_a_power_that_no_machine_computes_is_a_value_that_cannot_be_read(tmp_path: Path) -> None:
+    text = GRPO.replace("GROUP = 8", "GROUP = 9**9**9")
+    assert "num_generations is 9 ** 9 ** 9, which only a run knows" in refuse(tmp_path, text)
+
+
+def test_a_function_inside_another_cannot_be_imported(tmp_path: Path) -> None:
+    inner = "def main():\n    def inner(completions, **kwargs):\n        return [0.0 for _ in completions]\n"
+    text = GRPO.replace("def main():\n", inner).replace("[length_reward, ", "[inner, ")
+    assert "inner is defined inside a function, a class or a branch" in refuse(tmp_path, text)
+
+
+def test_functions_of_a_module_are_taken_with_their_columns(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "rewards.py").write_text(
+        "def polite(completions, tone, **kwargs):\n    return [0.0 for _ in completions]\n"
+        "def chat(completions, **kwargs):\n    return [len(text[0]['content']) for text in completions]\n"
+    )
+    command = "trl grpo --model_name_or_path m --dataset_name d.jsonl --reward_funcs {} --num_generations 8 --max_steps 10"
+    settings = ImportSettings(devices=8, rewards=REWARDS, folder=tmp_path)
+    run = import_command(PROJECTS["trl"], command.format("own.rewards.polite trl.rewards.think_format_reward"), settings)
+    assert run.get("rl_config.reward_funcs") == ["own.rewards:polite", "trl_think_format"]
+    assert run.get("megatron_training.dataset_additional_keys") == ["tone"]
+    refused = {"own.rewards.chat": "reads completions as messages", "own.rewards.none": "defines no function none"}
+    for name, sentence in refused.items():
+        with pytest.raises(ConfigError, match=sentence):
+            import_command(PROJECTS["trl"], command.format(name), settings)

@@ -19,6 +19,14 @@ from mindspeed_rl.rewards import REWARDS
 from mindspeed_rl.rewards.samples import RewardSettings
 
 FORMS = 220
+#: numbers of the scorers that read tokens, which are the bytes of a response here; for cosine TRL's defaults
+SETTINGS = RewardSettings(
+    cosine_max_len=90,
+    cosine_min_len_value_wrong=-1.0,
+    cosine_max_len_value_wrong=-0.5,
+    soft_max_length=60,
+    soft_cache_length=40,
+)
 SCORES: dict[str, list[float | None]] = json.loads(
     (Path(__file__).resolve().parents[2] / "data" / "source_form_scores.json").read_text(encoding="utf-8")
 )["scores"]
@@ -31,7 +39,8 @@ def find_forms(name: str) -> list[tuple[str, str]]:
 def score(name: str, response: str, label: object) -> float | None:
     module, _, attribute = str(REWARDS[name]).partition(":")
     function: Callable[..., float | None] = getattr(importlib.import_module(module), attribute)
-    given = {"response": response, "label": label, "solution": label, "settings": RewardSettings()}
+    given = {"response": response, "label": label, "solution": label, "settings": SETTINGS}
+    given |= {"response_ids": list(response.encode())}
     return function(**{part: given[part] for part in inspect.signature(function).parameters if part in given})
 
 
@@ -70,10 +79,14 @@ def test_scores_are_those_of_the_installed_packages() -> None:
         "trl_accuracy": lambda response, label: trl.accuracy_reward(completions(response), [label])[0],
         "trl_reasoning_accuracy": lambda response, label: trl.reasoning_accuracy_reward(completions(response), [label])[0],
         "trl_think_format": lambda response, label: trl.think_format_reward(completions(response))[0],
+        "trl_cosine": lambda response, label: cosine(completions(response), [label], [list(response.encode())])[0],
+        "trl_repetition": lambda response, label: trl.get_repetition_penalty_reward()([list(response.encode())])[0],
+        "soft_overlong": lambda response, label: overlong([list(response.encode())])[0],
     }
+    cosine, overlong = trl.get_cosine_scaled_reward(90), trl.get_soft_overlong_punishment(60, 40)
     for name, function in functions.items():
         given = [function(response, label_for(name, label)) for response, label in find_forms(name)]
-        assert given == SCORES[name], name
+        assert given == [value if value is None else pytest.approx(value, abs=1e-9) for value in SCORES[name]], name
 
 
 def test_soft_overlong_of_ms_swift_falls_on() -> None:
