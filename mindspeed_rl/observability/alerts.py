@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -268,19 +268,32 @@ def _check_mismatch(history: History) -> Iterator[Alert]:
             return
 
 
-def _check_depths(history: History) -> Iterator[Alert]:
-    """Yield where trainer and rollout engine differ more than at the start of responses, three iterations in sequence."""
-    start = history.finite("mismatch/depth/0")
-    depths = sorted(int(name.rpartition("/")[2]) for name in history.series if name.startswith("mismatch/depth/"))
-    classes = {f"mismatch/depth/{depth}": f"from token {depth} of a response on" for depth in depths if depth}
-    classes |= {
+def _list_places(names: Iterable[str]) -> dict[str, str]:
+    """Return the metrics of depths and classes of tokens that have a bound, each with its place in words."""
+    depths = sorted(int(name.rpartition("/")[2]) for name in names if name.startswith("mismatch/depth/"))
+    places = {f"mismatch/depth/{depth}": f"from token {depth} of a response on" for depth in depths if depth}
+    return places | {
         "mismatch/first_token": "at the first token of a response",
         "mismatch/after_tool": "at the first token after a tool",
     }
-    for name, where in classes.items():
+
+
+def find_mismatches(results: Mapping[str, float]) -> Iterator[str]:
+    """Yield the metrics of depths and classes of tokens in which trainer and rollout engine differ beyond their bound."""
+    near = results.get("mismatch/depth/0", math.inf)  # without it nothing can be said
+    for name in _list_places(results):
+        if results.get(name, 0.0) > max(_DEPTH_BOUND, _DEPTH_RATIO * near):
+            yield name
+
+
+def _check_depths(history: History) -> Iterator[Alert]:
+    """Yield where trainer and rollout engine differ more than at the start of responses, three iterations in sequence."""
+    start = history.finite("mismatch/depth/0")
+    for name, where in _list_places(history.series).items():
         series = history.finite(name)
         common = [(x, y, start.y[start.x.index(x)]) for x, y in zip(series.x, series.y) if x in start.x][-3:]
-        if len(common) == 3 and all(value > max(_DEPTH_BOUND, _DEPTH_RATIO * near) for _, value, near in common):
+        beyond = [name in find_mismatches({name: value, "mismatch/depth/0": near}) for _, value, near in common]
+        if len(common) == 3 and all(beyond):
             iteration, value, near = common[-1]
             yield Alert(
                 "mismatch_depth" if name.startswith("mismatch/depth/") else "mismatch_token",

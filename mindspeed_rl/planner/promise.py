@@ -23,6 +23,8 @@ from mindspeed_rl.run.rules.validation import is_valid, unavailable
 from mindspeed_rl.run.rules.violation import format_value
 
 _HOUR = 3600.0
+#: hours from which a time is given in hours
+_LONG_H = 3.0
 #: a neighbour saves at least this fraction, or it is none
 _SAVES = 0.03
 #: iterations that no run file states are not promised
@@ -164,10 +166,12 @@ class Promise:
             yield f"  {iterations} iterations: {cost}"
             yield f"  {_format_count(time.tokens * iterations)} tokens of prompts and responses"
         if (first := self.first_checkpoint) is not None:
-            when = _format_range(self.bound_hours(first, 60.0))
-            yield f"  first checkpoint after {when} minutes of training (iteration {first})"
+            hours = self.bound_hours(first)
+            scale, unit = (1.0, "hours") if hours[0] >= _LONG_H else (60.0, "minutes")
+            when = _format_range(self.bound_hours(first, scale))
+            yield f"  first checkpoint after {when} {unit} of training (iteration {first})"
         if self.disk:
-            yield f"  {self.disk / GIB:.0f} GiB of checkpoints on disk at most"
+            yield f"  {format_number(self.disk / GIB)} GiB of checkpoints on disk at most"
 
     def format(self) -> str:
         """Return the page as text."""
