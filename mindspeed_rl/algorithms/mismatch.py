@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mindspeed_rl.observability.metrics import Metrics
+
 #: tokens of a response at which a bucket of depths begins
 DEPTHS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 #: percent of a token's experts, in all layers, from which a bucket of agreement begins
@@ -16,8 +18,8 @@ AGREEMENTS = (0, 50, 90, 100)
 _RARE = -4.605170186
 
 
-def measure_depths(computed: Tensor, recorded: Tensor, mask: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (metric, sum of |log pi - log mu|, number of tokens) of each bucket and class, also of those without tokens.
+def measure_depths(computed: Tensor, recorded: Tensor, mask: Tensor) -> Metrics:
+    """Measure the mean of |log pi - log mu| in each bucket and class that has tokens.
 
     mismatch/depth/N: sampled tokens from the N-th on, up to the next bucket; tokens of tools count for the depth.
     mismatch/first_token, mismatch/after_tool: first sampled token of a response, and of each later turn. mismatch/rare_token:
@@ -28,11 +30,14 @@ def measure_depths(computed: Tensor, recorded: Tensor, mask: Tensor) -> Iterator
         recorded: [B, R] log-probs of the rollout engine.
         mask: [B, R] bool; True on tokens that the actor sampled.
     """
-    distance = (computed - recorded).abs().masked_fill(~mask, 0.0)
-    for start, end in zip(DEPTHS, (*DEPTHS[1:], mask.size(1))):
-        yield f"mismatch/depth/{start}", distance[:, start:end].sum(), mask[:, start:end].sum()
-    for name, chosen in (_find_turns(mask) | {"rare_token": mask & (recorded < _RARE)}).items():
-        yield f"mismatch/{name}", distance.masked_fill(~chosen, 0.0).sum(), chosen.sum()
+    distance, metrics = (computed - recorded).abs().double(), Metrics()
+    depths = zip(DEPTHS, (*DEPTHS[1:], mask.size(1)))
+    parts = {f"depth/{start}": (distance[:, start:end], mask[:, start:end]) for start, end in depths}
+    classes = _find_turns(mask) | {"rare_token": mask & (recorded < _RARE)}
+    for name, (values, chosen) in (parts | {name: (distance, chosen) for name, chosen in classes.items()}).items():
+        if count := int(chosen.sum()):
+            metrics.add_mean(f"mismatch/{name}", float(values[chosen].sum()), count)
+    return metrics
 
 
 def find_places(metric: str, mask: Tensor, scores: Tensor) -> list[tuple[int, int, int]]:

@@ -28,7 +28,6 @@ from mindspeed_rl.algorithms.interfaces import (
     masked_mean,
 )
 from mindspeed_rl.algorithms.kl import estimate_divergence, kl_penalty
-from mindspeed_rl.algorithms.mismatch import measure_depths
 
 if TYPE_CHECKING:
     from mindspeed_rl.catalogue.objective import Distillation, Objective
@@ -170,10 +169,6 @@ def _compute_policy_term(
             metrics["rollout/weight_mean"] = ("mean", weights)
         if objective.log_rollout_offpolicy_metrics:
             metrics |= measure_mismatch(mismatch)
-            # of an update that begins with the weights that sampled; the driver compares log-probs that a pass has computed
-            if batch.old_log_probs is None and not objective.reads_rollout_policy:
-                depths = measure_depths(inputs.old_log_probs, inputs.rollout_log_probs, batch.mask)
-                sequence_metrics |= {name: ("mean", (total, count)) for name, total, count in depths}
     term = objective.distillation
     if term is not None and not (term.use_task_rewards or term.use_policy_gradient):
         policy = torch.zeros_like(policy)

@@ -23,6 +23,7 @@ _COLOCATED = (
     "rl_config.use_integrated_worker=true",
     "rl_config.rollout_resource=null",
     "rl_config.trainer_mode=sync",
+    "rl_config.spare_samples_per_prompt=0",
     "generate_config.vllm_server_host=null",
 )
 

@@ -282,8 +282,13 @@ def find_mismatches(results: Mapping[str, float]) -> Iterator[str]:
     """Yield the metrics of depths and classes of tokens in which trainer and rollout engine differ beyond their bound."""
     near = results.get("mismatch/depth/0", math.inf)  # without it nothing can be said
     for name in _list_places(results):
-        if results.get(name, 0.0) > max(_DEPTH_BOUND, _DEPTH_RATIO * near):
+        if _is_beyond(results.get(name, 0.0), near):
             yield name
+
+
+def _is_beyond(difference: float, near: float) -> bool:
+    """Return True where a mean difference of log-probs is beyond its bound; `near` is that of the first 16 tokens."""
+    return difference > max(_DEPTH_BOUND, _DEPTH_RATIO * near)
 
 
 def _check_depths(history: History) -> Iterator[Alert]:
@@ -291,10 +296,13 @@ def _check_depths(history: History) -> Iterator[Alert]:
     start = history.finite("mismatch/depth/0")
     for name, where in _list_places(history.series).items():
         series = history.finite(name)
-        common = [(x, y, start.y[start.x.index(x)]) for x, y in zip(series.x, series.y) if x in start.x][-3:]
-        beyond = [name in find_mismatches({name: value, "mismatch/depth/0": near}) for _, value, near in common]
-        if len(common) == 3 and all(beyond):
-            iteration, value, near = common[-1]
+        known = dict(zip(start.x, start.y))
+        common = [(x, y, known[x]) for x, y in zip(series.x, series.y) if x in known]
+        beyond = [_is_beyond(value, near) for _, value, near in common]
+        # the newest of them: the rows that are recorded are of that time
+        last = next((index for index in range(len(common) - 1, 1, -1) if all(beyond[index - 2 : index + 1])), None)
+        if last is not None:
+            iteration, value, near = common[last]
             yield Alert(
                 "mismatch_depth" if name.startswith("mismatch/depth/") else "mismatch_token",
                 "bad",

@@ -13,6 +13,7 @@ from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.observability.expected_curve import ExpectedCurve
 from mindspeed_rl.planner.calibration import plan_by_earlier_runs
 from mindspeed_rl.planner.devices import GIB, Device, find_device
+from mindspeed_rl.planner.efficiency import GIB_ERRORS
 from mindspeed_rl.planner.memory import MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, format_number, plan_time
@@ -131,7 +132,8 @@ class Promise:
             f"{self.memory.verdict}: {time.devices} x {time.device}, {time.format_bounds(time.total)} s an iteration; two of "
             f"three runs are within a range, of {figures} measured runs"
         )
-        yield "  memory of the fullest device, GiB" + f" of {capacity / GIB:.0f}"
+        runs = f"; {GIB_ERRORS[self.memory.device]}" if self.memory.device in GIB_ERRORS else ""
+        yield f"  memory of the fullest device, GiB of {capacity / GIB:.0f}{runs}"
         for margin in self.margins:
             left, least = ((capacity - count) / GIB for count in (margin.total, margin.high))
             yield f"    {margin.name:<20}{margin.total / GIB:>7.1f}   margin {left:.1f} ({least:.1f} at worst)"

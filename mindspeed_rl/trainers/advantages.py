@@ -32,9 +32,6 @@ from mindspeed_rl.trainers.staleness import check_versions
 _LOG = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
 
-#: rows of an iteration over which trainer and rollout engine are compared by depth
-COMPARED_ROWS = 64
-
 #: distinct reasons of failed samples that a run shows
 _MAX_REASONS = 20
 
@@ -103,13 +100,6 @@ def _young_tokens(versions: Sequence[Tensor], version: int, limit: float | None,
     for index, row in enumerate(versions):
         young[index, : len(row)] = True if limit is None else version - row <= limit
     return young
-
-
-def _add_depths(metrics: Metrics, computed: Tensor, recorded: Tensor, mask: Tensor) -> None:
-    """Add by how much log-probs differ at each depth and class that has tokens; see `measure_depths`."""
-    for name, total, count in measure_depths(computed.double(), recorded.double(), mask):
-        if count:
-            metrics.add_mean(name, float(total), int(count))
 
 
 class Advantages:
@@ -218,20 +208,9 @@ class Advantages:
             has_ratios=self._schedule.writes_ratios(iteration),
             marked=written.get("marked_tokens"),
         )
-        is_sampled = self._schedule.samples_responses(iteration)
-        if prepared.has_old_log_probs and objective.log_rollout_offpolicy_metrics and is_sampled:
-            self._measure_mismatch(min(len(rows), COMPARED_ROWS), metrics)
         for observer in self._observers:
             observer(prepared)
         return metrics
-
-    def _measure_mismatch(self, count: int, metrics: Metrics) -> None:
-        """Add by how much trainer and rollout engine differ at each depth, over the first `count` rows."""
-        columns = ["old_log_probs", "rollout_log_probs", "response_mask"]
-        rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=self._timeout_s)
-        mask = ragged(rows["response_mask"]).pad(0)
-        computed, recorded = (ragged(rows[name]).pad(0.0, mask.size(1)) for name in columns[:2])
-        _add_depths(metrics, computed, recorded, mask.bool())
 
     def compare_log_probs(self, iteration: int, count: int) -> tuple[Metrics, bool]:
         """Return how far the log-probs that the rollout engine recorded are from the trainer's, over the first `count` rows.
@@ -251,7 +230,7 @@ class Advantages:
             newest.append(distance[mask.bool() & is_newest])
             older.append(distance[mask.bool() & ~is_newest])
             if self._schedule.objective.log_rollout_offpolicy_metrics and not len(older[-1]):
-                _add_depths(metrics, computed[None], recorded[None], mask[None].bool())
+                metrics.merge(measure_depths(computed[None], recorded[None], mask[None].bool()))
         is_current = any(map(len, newest))
         distance = torch.cat(newest if is_current else older)
         if len(distance):

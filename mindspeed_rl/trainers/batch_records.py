@@ -1,36 +1,27 @@
-"""Batches of a run as files.
-
-Rollouts that `mindspeed-rl parity` replays, rows that `mindspeed-rl diff train rollout` compares, and the driver's part of an
-accuracy dump.
-"""
+"""Batches of a run as files: rollouts that `mindspeed-rl parity` replays, and the driver's part of an accuracy dump."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from mindspeed_rl.algorithms.mismatch import find_places
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.config import MsprobeConfig, RLConfig
 from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import ragged
-from mindspeed_rl.dumps.mismatch_rows import COMPARED_TOKENS, MISMATCH_ROWS, MismatchRows, write_rows
 from mindspeed_rl.dumps.record import RECORDS
-from mindspeed_rl.observability.alerts import find_mismatches
 from mindspeed_rl.run import Run
-from mindspeed_rl.trainers.advantages import COMPARED_ROWS, TrainBatch
+from mindspeed_rl.trainers.advantages import TrainBatch
 
 #: column of the rollout's file -> column of the data plane
 _ROLLOUT_COLUMNS = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "entropy": "entropies"}
 #: columns of a dump, in the order in which they are computed
 _DUMP_COLUMNS = ("prompt_ids", "responses", "rollout_log_probs", "rewards")
-#: rows of a mismatch that are recorded
-_MISMATCH_ROWS = 4
 
 
 def batch_recorders(run: Run, plane: DataPlane) -> Iterator[Callable[[TrainBatch], None]]:
@@ -40,48 +31,6 @@ def batch_recorders(run: Run, plane: DataPlane) -> Iterator[Callable[[TrainBatch
         yield _BatchDump(config, plane, run.rl.wait_timeout_s).on_batch
     if run.rl.save_rollouts_interval > 0:
         yield _RolloutFiles(run, plane).on_batch
-
-
-class MismatchRecorder:
-    """Rows of the newest iteration in which trainer and rollout engine differ beyond a bound, as a file of the run folder."""
-
-    def __init__(self, run: Run, plane: DataPlane) -> None:
-        """Record nothing yet."""
-        self._path, self._plane, self._timeout_s = run.folder / MISMATCH_ROWS, plane, run.deadlines.rows_s
-        self._num_rows = 0 if run.config.reads_images else min(run.plan.num_train_samples, COMPARED_ROWS)
-        self._has_old_log_probs = False
-
-    def on_batch(self, batch: TrainBatch) -> None:
-        """Note whether the trainer has computed the log-probs of this batch before its update."""
-        self._has_old_log_probs = batch.has_old_log_probs
-
-    def record(self, iteration: int, results: Mapping[str, float]) -> None:
-        """Write rows up to the tokens that differ, where a depth or class of tokens is beyond its bound.
-
-        They are the rows with the largest differences, or the deepest ones where only the update has log-probs of the trainer.
-        Tokens alone do not make prompts with images: a run that reads these has no such file.
-
-        Args:
-            iteration: the first is 0.
-            results: figures of the iteration, after its update.
-        """
-        metric = next(find_mismatches(results), None)
-        if metric is None or not self._num_rows:
-            return
-        compared = ["old_log_probs", "rollout_log_probs"] if self._has_old_log_probs else []
-        columns = ["prompt_ids", "responses", "response_mask", *compared]
-        rows, _ = self._plane.get("metrics", columns, indexes=range(self._num_rows), timeout_s=self._timeout_s)
-        mask = ragged(rows["response_mask"]).pad(0).bool()
-        scores = torch.arange(mask.size(1)).expand_as(mask).float()
-        if compared:
-            old, recorded = (ragged(rows[name]).pad(0.0, mask.size(1)) for name in compared)
-            scores = (old - recorded).abs()
-        contexts = []
-        for row, first, highest in find_places(metric, mask, scores)[:_MISMATCH_ROWS]:
-            end = max(first, highest - COMPARED_TOKENS + 1)
-            contexts.append([*rows["prompt_ids"][row].tolist(), *rows["responses"][row][:end].tolist()])
-        if contexts:
-            write_rows(self._path, MismatchRows(iteration + 1, metric, contexts))
 
 
 @dataclass(frozen=True)

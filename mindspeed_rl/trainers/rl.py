@@ -7,9 +7,9 @@ from functools import partial
 from mindspeed_rl.checkpoint.newest import BEST_ITERATION
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.advantages import Advantages
-from mindspeed_rl.trainers.batch_records import MismatchRecorder
 from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
+from mindspeed_rl.trainers.mismatch import EngineMismatch
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.reward_audit import RewardAuditor
 from mindspeed_rl.trainers.rollout import Rollout
@@ -30,7 +30,7 @@ class RLTrainer(TrainingLoop):
         baselines: GreedyBaselines,
         model_rewards: ModelRewards,
         advantages: Advantages,
-        mismatches: MismatchRecorder,
+        mismatch: EngineMismatch,
         evaluator: Evaluator,
         progress: EvaluationProgress,
         auditor: RewardAuditor,
@@ -46,7 +46,7 @@ class RLTrainer(TrainingLoop):
         self.baselines = baselines
         self.model_rewards = model_rewards
         self.advantages = advantages
-        self.mismatches = mismatches
+        self.mismatch = mismatch
         self.evaluator = evaluator
         self.progress = progress
         self.auditor = auditor
@@ -82,7 +82,7 @@ class RLTrainer(TrainingLoop):
                     collect(actors.update_critic(schedule.steps(iteration)))
                 if schedule.trains_actor(iteration):
                     collect(actors.update_actor(schedule.update_plan(iteration, self.advantages.entropy_threshold)))
-                self.mismatches.record(iteration, self.metrics.results())
+                self.metrics.merge(self.mismatch.measure(iteration))
                 schedule.after_update(iteration, self.metrics)
                 if schedule.syncs_ref(iteration):
                     collect(actors.sync_reference(schedule.ref_mixup_alpha))

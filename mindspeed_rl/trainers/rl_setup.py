@@ -61,9 +61,10 @@ from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environ
 from mindspeed_rl.tools.environment_check import check_environment
 from mindspeed_rl.tools.environments import open_environment, read_environment
 from mindspeed_rl.trainers.advantages import Advantages
-from mindspeed_rl.trainers.batch_records import MismatchRecorder, batch_recorders
+from mindspeed_rl.trainers.batch_records import batch_recorders
 from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines, select_sets
+from mindspeed_rl.trainers.mismatch import EngineMismatch
 from mindspeed_rl.trainers.model_rewards import ModelRewards, ServedJudge
 from mindspeed_rl.trainers.prompt_loader import (
     PromptLoader,
@@ -502,8 +503,8 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
         rollout.load_state_dict(resumed["run_state"]["rollout"], inputs.resume)
     diversity = ResponseDiversity(run, plane, inputs.tokenizer, outputs.progress.note)
     logger = RolloutLogger(run, outputs, plane, inputs.tokenizer, diversity.list_figures)
-    mismatches = MismatchRecorder(run, plane)
-    observers = [loader.on_batch, logger.on_batch, diversity.on_batch, mismatches.on_batch, *batch_recorders(run, plane)]
+    mismatch = EngineMismatch(run, plane, schedule)
+    observers = [loader.on_batch, logger.on_batch, diversity.on_batch, mismatch.on_batch, *batch_recorders(run, plane)]
     advantages = Advantages(run, plane, baselines, schedule, observers)
     start = resumed.get("iteration", 0)
     return RLTrainer(
@@ -512,7 +513,7 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
         baselines,
         late,
         advantages,
-        mismatches,
+        mismatch,
         evaluator,
         EvaluationProgress(actor, logger.note, start_iteration=start),
         auditor,

@@ -33,15 +33,14 @@ def test_buckets_and_classes_are_those_of_a_loop_over_the_tokens() -> None:
             for name in names:
                 sums[name] += abs(float(computed[row, token]) - float(recorded[row, token]))
                 counts[name] += 1
-    depths = measure_depths(computed.double(), recorded.double(), mask)
-    found = {name.removeprefix("mismatch/"): (float(total), int(count)) for name, total, count in depths if count}
-    assert {name: count for name, (_, count) in found.items()} == dict(counts)
-    assert all(found[name][0] == pytest.approx(sums[name], rel=1e-5) for name in sums)
+    found = {name.removeprefix("mismatch/"): metric for name, metric in measure_depths(computed, recorded, mask).items()}
+    assert {name: metric.count for name, metric in found.items()} == dict(counts)
+    assert all(found[name].value == pytest.approx(sums[name], rel=1e-5) for name in sums)
 
 
 def test_masked_tokens_may_have_any_value() -> None:
     computed, recorded = torch.tensor([[float("nan"), 1.0]]), torch.tensor([[0.0, 1.5]])
-    found = {name: total for name, total, count in measure_depths(computed, recorded, torch.tensor([[False, True]])) if count}
+    found = measure_depths(computed, recorded, torch.tensor([[False, True]])).results()
     assert found["mismatch/first_token"] == 0.5 and "mismatch/after_tool" not in found
 
 

@@ -12,12 +12,11 @@ import torch
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.dataplane.columns import Batch, pack, ragged
 from mindspeed_rl.dumps.mismatch_rows import read_rows
-from mindspeed_rl.observability.alerts import find_mismatches
 from mindspeed_rl.run.resolve import resolve
-from mindspeed_rl.trainers.batch_records import MismatchRecorder
+from mindspeed_rl.trainers.mismatch import EngineMismatch
+from mindspeed_rl.trainers.schedule import Schedule
 
 KEYS = ["megatron_training.global_batch_size=4", "rl_config.mini_batch_size=4", "rl_config.n_samples_per_prompt=2"]
-FIGURES = {"mismatch/depth/0": 0.001, "mismatch/depth/16": 0.5}
 
 
 class _Plane:
@@ -30,44 +29,52 @@ class _Plane:
         return {name: ragged(self.columns[name]).take(indexes) for name in columns}, [*indexes]
 
 
-def _record(folder: Path, figures: dict[str, float], *, has_old_log_probs: bool) -> Path:
-    keys = [*KEYS, f"run_dir={folder}", "actor_config.tensor_model_parallel_size=1", "actor_config.micro_batch_size=2"]
+LENGTHS = [10, 20, 40, 30, 12, 9, 8, 7]
+
+
+def _measure(folder: Path, differences: dict[tuple[int, int], float], *keys: str, iteration: int = 1) -> dict[str, float]:
+    """Return the figures of an iteration with differences at (row, token)."""
+    keys = (*KEYS, f"run_dir={folder}", "actor_config.tensor_model_parallel_size=1", "actor_config.micro_batch_size=2", *keys)
     run = resolve(load_run_config("grpo_tiny_cpu", None, keys), platform="cpu")
-    lengths = [10, 20, 40, 30, 12, 9, 8, 7]
-    recorded = [[-1.0] * length for length in lengths]
+    recorded = [[-1.0] * length for length in LENGTHS]
     computed = [row.copy() for row in recorded]
-    computed[3][17], computed[1][19] = -9.0, -2.0
+    for (row, token), difference in differences.items():
+        computed[row][token] -= difference
+    schedule = Schedule(run)
     columns = {
         "prompt_ids": [[100 + row] * 3 for row in range(8)],
-        "responses": [[*range(length)] for length in lengths],
-        "response_mask": [[True] * length for length in lengths],
-        "old_log_probs": computed,
+        "responses": [[*range(length)] for length in LENGTHS],
+        "response_mask": [[True] * length for length in LENGTHS],
         "rollout_log_probs": recorded,
+        "update_log_probs" if schedule.compares_update(iteration) else "old_log_probs": computed,
     }
-    recorder = MismatchRecorder(run, _Plane(columns))  # type: ignore[arg-type]
-    recorder._has_old_log_probs = has_old_log_probs
-    recorder.record(6, figures)
-    return folder / "mismatch_rows.json"
+    mismatch = EngineMismatch(run, _Plane(columns), schedule)  # type: ignore[arg-type]
+    mismatch._has_old_log_probs = schedule.computes_old_log_probs(iteration)
+    return mismatch.measure(iteration).results()
 
 
-@pytest.mark.parametrize(
-    ("has_old_log_probs", "expected"),
-    [
-        # rows by their largest difference from token 16 on; the engine samples up to 16 tokens after each
-        (True, [(3, 16), (1, 16), (2, 16)]),
-        # rows by their depth: 16 tokens before the end
-        (False, [(2, 24), (3, 16), (1, 16)]),
-    ],
-)
-def test_rows_end_where_tokens_differ(has_old_log_probs: bool, expected: list[tuple[int, int]], tmp_path: Path) -> None:
-    rows = read_rows(_record(tmp_path, FIGURES, has_old_log_probs=has_old_log_probs))
-    assert (rows.iteration, rows.place) == (7, "mismatch/depth/16")
-    assert rows.contexts == [[*[100 + row] * 3, *range(end)] for row, end in expected]
+@pytest.mark.parametrize("keys", [[], ["rl_config.mini_batch_size=2"]], ids=["by the update", "by a pass before it"])
+def test_rows_end_where_tokens_differ(keys: list[str], tmp_path: Path) -> None:
+    figures = _measure(tmp_path, {(3, 17): 8.0, (1, 19): 1.0, (2, 3): 0.01, (2, 38): 3.0}, *keys)
+    # tokens from the 16-th on: 4 of row 1, 24 of row 2, 14 of row 3
+    assert figures["mismatch/depth/16"] == pytest.approx(12.0 / 42) and figures["mismatch/depth/0"] < 1e-3
+    rows = read_rows(tmp_path / "mismatch_rows.json")
+    assert (rows.iteration, rows.place) == (2, "mismatch/depth/16")
+    # the largest difference first; the engine samples up to 16 tokens after each
+    assert rows.contexts == [[*[100 + row] * 3, *range(end)] for row, end in ((3, 16), (2, 23), (1, 16))]
+    record = json.loads((tmp_path / "mismatch_rows.json").read_text())
+    assert list(record) == ["iteration", "place", "contexts"] and all(isinstance(token, int) for token in record["contexts"][0])
 
 
 def test_rows_within_the_bounds_are_not_kept(tmp_path: Path) -> None:
-    for figures in ({}, {"mismatch/depth/0": 0.2, "mismatch/depth/16": 0.5}, {"mismatch/depth/16": 0.5}):
-        assert list(find_mismatches(figures)) == [] and not _record(tmp_path, figures, has_old_log_probs=True).exists()
+    for differences in ({}, {(3, 17): 0.5}, {(3, 17): 8.0, (3, 3): 8.0}):  # the last differs at the start as well
+        assert _measure(tmp_path, differences)["mismatch/depth/16"] < 0.2 and not (tmp_path / "mismatch_rows.json").exists()
+
+
+def test_updates_are_compared_in_the_first_iterations_and_every_tenth(tmp_path: Path) -> None:
+    compared = [iteration for iteration in range(31) if _measure(tmp_path, {}, iteration=iteration)]
+    assert compared == [0, 1, 2, 9, 19, 29]
+    assert _measure(tmp_path, {}, "rl_config.log_rollout_offpolicy_metrics=false") == {}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"iteration": 1, "place": "x", "contexts": [[]]}', '{"contexts": [["a"]]}'])
@@ -76,8 +83,3 @@ def test_a_damaged_file_says_what_to_do(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"mismatch_rows.json cannot be read .*: --prompts 4 compares prompts of the data"):
         read_rows(path)
-
-
-def test_the_file_has_plain_numbers(tmp_path: Path) -> None:
-    record = json.loads(_record(tmp_path, FIGURES, has_old_log_probs=False).read_text())
-    assert list(record) == ["iteration", "place", "contexts"] and all(isinstance(token, int) for token in record["contexts"][0])
