@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mindspeed_rl.algorithms.mismatch import find_places, measure_depths
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.columns import ragged
+from mindspeed_rl.dataplane.columns import Batch, ragged
 from mindspeed_rl.dumps.mismatch_rows import COMPARED_TOKENS, MISMATCH_ROWS, MismatchRows, write_rows
 from mindspeed_rl.observability.alerts import find_mismatches
 from mindspeed_rl.observability.metrics import Metrics
@@ -48,17 +50,24 @@ class EngineMismatch:
         if not (self._has_old_log_probs or schedule.compares_update(iteration)):
             return Metrics()
         column = "old_log_probs" if self._has_old_log_probs else "update_log_probs"
-        columns = ["prompt_ids", "responses", "response_mask", "rollout_log_probs", column]
-        timeout_s = self._run.deadlines.rows_s
-        rows, _ = self._plane.get("metrics", columns, indexes=range(self._count), timeout_s=timeout_s)
+        rows = self._get(["response_mask", "rollout_log_probs", column], range(self._count))
         mask = ragged(rows["response_mask"]).pad(0).bool()
-        recorded, computed = (ragged(rows[name]).pad(0.0, mask.size(1)) for name in columns[3:])
+        recorded, computed = (ragged(rows[name]).pad(0.0, mask.size(1)) for name in ("rollout_log_probs", column))
         metrics = measure_depths(computed, recorded, mask)
         place = next(find_mismatches(metrics.results()), None)
         if place is not None and not self._run.config.reads_images:
-            contexts = []
-            for row, first, worst in find_places(place, mask, (computed - recorded).abs())[:_RECORDED_ROWS]:
-                end = max(first, worst - COMPARED_TOKENS + 1)
-                contexts.append([*rows["prompt_ids"][row].tolist(), *rows["responses"][row][:end].tolist()])
+            contexts = self._list_contexts(find_places(place, mask, (computed - recorded).abs())[:_RECORDED_ROWS])
             write_rows(self._run.folder / MISMATCH_ROWS, MismatchRows(iteration + 1, place, contexts))
         return metrics
+
+    def _list_contexts(self, places: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+        """Return the tokens of rows, up to those that differ; see `find_places`."""
+        rows = self._get(["prompt_ids", "responses"], [row for row, _, _ in places])
+        contexts = []
+        for prompt, response, (_, first, worst) in zip(rows["prompt_ids"], rows["responses"], places):
+            end = max(first, worst - COMPARED_TOKENS + 1)
+            contexts.append([*prompt.tolist(), *response[:end].tolist()])
+        return contexts
+
+    def _get(self, columns: Sequence[str], indexes: Sequence[int]) -> Batch:
+        return self._plane.get("metrics", columns, indexes=indexes, timeout_s=self._run.deadlines.rows_s)[0]
