@@ -24,9 +24,12 @@ class EngineMismatch:
     The trainer's are those of a pass before the update, or of an update of one step.
     """
 
-    def __init__(self, run: Run, plane: DataPlane, schedule: Schedule) -> None:
-        """Compare nothing yet."""
+    def __init__(self, run: Run, plane: DataPlane, schedule: Schedule, *, start_iteration: int = 0) -> None:
+        """Compare nothing yet; a run that does not resume drops the rows of the folder's earlier run."""
         self._run, self._plane, self._schedule = run, plane, schedule
+        self._path = run.folder / MISMATCH_ROWS
+        if not start_iteration:
+            self._path.unlink(missing_ok=True)
         self._count = min(run.plan.num_train_samples, _COMPARED_ROWS)
         self._has_old_log_probs = False
 
@@ -57,7 +60,7 @@ class EngineMismatch:
         place = next(find_mismatches(metrics.results()), None)
         if place is not None and not self._run.config.reads_images:
             contexts = self._list_contexts(find_places(place, mask, (computed - recorded).abs())[:_RECORDED_ROWS])
-            write_rows(self._run.folder / MISMATCH_ROWS, MismatchRows(iteration + 1, place, contexts))
+            write_rows(self._path, MismatchRows(iteration + 1, place, contexts))
         return metrics
 
     def _list_contexts(self, places: Sequence[tuple[int, int, int]]) -> list[list[int]]:

@@ -503,10 +503,10 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
         rollout.load_state_dict(resumed["run_state"]["rollout"], inputs.resume)
     diversity = ResponseDiversity(run, plane, inputs.tokenizer, outputs.progress.note)
     logger = RolloutLogger(run, outputs, plane, inputs.tokenizer, diversity.list_figures)
-    mismatch = EngineMismatch(run, plane, schedule)
+    start = resumed.get("iteration", 0)
+    mismatch = EngineMismatch(run, plane, schedule, start_iteration=start)
     observers = [loader.on_batch, logger.on_batch, diversity.on_batch, mismatch.on_batch, *batch_recorders(run, plane)]
     advantages = Advantages(run, plane, baselines, schedule, observers)
-    start = resumed.get("iteration", 0)
     return RLTrainer(
         actors,
         rollout,

@@ -71,6 +71,13 @@ def test_rows_within_the_bounds_are_not_kept(tmp_path: Path) -> None:
         assert _measure(tmp_path, differences)["mismatch/depth/16"] < 0.2 and not (tmp_path / "mismatch_rows.json").exists()
 
 
+def test_rows_of_an_earlier_run_in_the_folder_are_dropped(tmp_path: Path) -> None:
+    _measure(tmp_path, {(3, 17): 8.0, (1, 19): 5.0})
+    assert (tmp_path / "mismatch_rows.json").exists()
+    _measure(tmp_path, {})
+    assert not (tmp_path / "mismatch_rows.json").exists()
+
+
 def test_updates_are_compared_in_the_first_iterations_and_every_tenth(tmp_path: Path) -> None:
     compared = [iteration for iteration in range(31) if _measure(tmp_path, {}, iteration=iteration)]
     assert compared == [0, 1, 2, 9, 19, 29]
