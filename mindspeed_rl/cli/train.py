@@ -114,8 +114,9 @@ def _compare_engines(run: Run) -> None:
     command += ["--nodes", str(run.num_nodes)]
     try:
         subprocess.run([*command, "--json", str(result)], timeout=_COMPARISON_S, check=False)
-    except subprocess.TimeoutExpired:
-        print_status(f"the comparison was ended after {_COMPARISON_S:g} s; repeat it with: {' '.join(command[2:])}")
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        when = "" if isinstance(error, KeyboardInterrupt) else f" after {_COMPARISON_S:g} s"
+        print_status(f"the comparison was ended{when}; repeat it with: {' '.join(command[2:])}")
 
 
 @contextlib.contextmanager
