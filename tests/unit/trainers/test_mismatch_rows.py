@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_rl.config import load_run_config
-from mindspeed_rl.dataplane.columns import Batch, pack, ragged
+from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.dumps.mismatch_rows import read_rows
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.trainers.mismatch import EngineMismatch
@@ -19,14 +19,15 @@ from mindspeed_rl.trainers.schedule import Schedule
 KEYS = ["megatron_training.global_batch_size=4", "rl_config.mini_batch_size=4", "rl_config.n_samples_per_prompt=2"]
 
 
-class _Plane:
-    """The rows of an iteration."""
+class _Rows:
+    """The rows of an iteration, without the process in which a run keeps them."""
 
     def __init__(self, columns: dict[str, list[Any]]) -> None:
-        self.columns = {name: pack([torch.tensor(row) for row in rows]) for name, rows in columns.items()}
+        self._dock = TransferDock(4, 2, {"worker": tuple(columns), "metrics": ()})
+        self._dock.put({name: [torch.tensor(row) for row in rows] for name, rows in columns.items()}, range(8))
 
-    def get(self, consumer: str, columns: list[str], *, indexes: range, timeout_s: float) -> tuple[Batch, list[int]]:
-        return {name: ragged(self.columns[name]).take(indexes) for name in columns}, [*indexes]
+    def get(self, consumer: str, columns: list[str], *, indexes: list[int], timeout_s: float) -> Any:
+        return self._dock.get(consumer, columns, indexes=list(indexes))
 
 
 LENGTHS = [10, 20, 40, 30, 12, 9, 8, 7]
@@ -48,7 +49,8 @@ def _measure(folder: Path, differences: dict[tuple[int, int], float], *keys: str
         "rollout_log_probs": recorded,
         "update_log_probs" if schedule.compares_update(iteration) else "old_log_probs": computed,
     }
-    mismatch = EngineMismatch(run, _Plane(columns), schedule)  # type: ignore[arg-type]
+    rows: Any = _Rows(columns)
+    mismatch = EngineMismatch(run, rows, schedule)
     mismatch._has_old_log_probs = schedule.computes_old_log_probs(iteration)
     return mismatch.measure(iteration).results()
 
