@@ -23,6 +23,7 @@ from mindspeed_rl.planner.published import (
     leave_one_out,
     read_published_runs,
     summarize_errors,
+    summarize_memory,
 )
 
 TABLE = Path(__file__).parent / "results" / "published_runs.json"
@@ -65,7 +66,7 @@ def main() -> None:
     print("\n".join(describe(left_out)))
     print("\nmemory\n\n" + "\n".join(describe_memory(runs)))
     constants = fit_constants([run for run in runs if run.is_fitted])
-    encoded = encode_constants(constants, left_out)
+    encoded = encode_constants(constants, left_out, summarize_memory(runs))
     print("\n" + json.dumps(encoded, indent=1))
     if arguments.write:
         CONSTANTS.write_text(json.dumps(encoded, indent=1) + "\n", encoding="utf-8")

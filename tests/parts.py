@@ -40,7 +40,10 @@ ENVIRONMENTS: dict[str, str] = {
     "dist": "tests/dist",
     # taken out of tests/dist, whose lane would be the longest
     "routers": "tests/dist/test_router_losses.py tests/dist/test_router_replay.py",
-    "faults": "tests/faults/test_faults.py tests/faults/test_promise_causes.py tests/faults/test_two_hosts.py",
+    "faults": (
+        "tests/faults/test_faults.py tests/faults/test_promise_causes.py tests/faults/test_two_hosts.py "
+        "tests/faults/test_engine_mismatch.py tests/faults/test_memory_leak.py"
+    ),
     "server_faults": "tests/faults/test_standalone_servers.py",
     "e2e": "tests/e2e",
     # of packages that are optional, or that want other versions than the CPU environment has

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mindspeed_rl.observability.metrics import Metrics
+
 #: tokens of a response at which a bucket of depths begins
 DEPTHS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 #: percent of a token's experts, in all layers, from which a bucket of agreement begins
@@ -16,8 +18,8 @@ AGREEMENTS = (0, 50, 90, 100)
 _RARE = -4.605170186
 
 
-def measure_depths(computed: Tensor, recorded: Tensor, mask: Tensor) -> Iterator[tuple[str, float, int]]:
-    """Yield (metric, sum of |log pi - log mu|, number of tokens) of each bucket and class that has tokens.
+def measure_depths(computed: Tensor, recorded: Tensor, mask: Tensor) -> Metrics:
+    """Measure the mean of |log pi - log mu| in each bucket and class that has tokens.
 
     mismatch/depth/N: sampled tokens from the N-th on, up to the next bucket; tokens of tools count for the depth.
     mismatch/first_token, mismatch/after_tool: first sampled token of a response, and of each later turn. mismatch/rare_token:
@@ -28,22 +30,43 @@ def measure_depths(computed: Tensor, recorded: Tensor, mask: Tensor) -> Iterator
         recorded: [B, R] log-probs of the rollout engine.
         mask: [B, R] bool; True on tokens that the actor sampled.
     """
-    distance = (computed - recorded).abs().double().masked_fill(~mask, 0.0)
-    depth = torch.arange(mask.size(1), device=mask.device).expand_as(mask)
+    distance, metrics = (computed - recorded).abs().double(), Metrics()
+    depths = zip(DEPTHS, (*DEPTHS[1:], mask.size(1)))
+    parts = {f"depth/{start}": (distance[:, start:end], mask[:, start:end]) for start, end in depths}
+    classes = _find_turns(mask) | {"rare_token": mask & (recorded < _RARE)}
+    for name, (values, chosen) in (parts | {name: (distance, chosen) for name, chosen in classes.items()}).items():
+        if count := int(chosen.sum()):
+            metrics.add_mean(f"mismatch/{name}", float(values[chosen].sum()), count)
+    return metrics
+
+
+def find_places(metric: str, mask: Tensor, scores: Tensor) -> list[tuple[int, int, int]]:
+    """Find tokens of a bucket or class: (row, its first such token, that with the highest score), the highest score first.
+
+    Args:
+        metric: as `measure_depths` names it; "mismatch/rare_token" has no place.
+        mask: [B, R] bool; True on tokens that the actor sampled.
+        scores: [B, R] float, at least 0.
+    """
+    name = metric.removeprefix("mismatch/")
+    if name.startswith("depth/"):
+        start = int(name.removeprefix("depth/"))
+        depth = torch.arange(mask.size(1)).expand_as(mask)
+        chosen = mask & (depth >= start) & (depth < min((end for end in DEPTHS if end > start), default=mask.size(1)))
+    else:
+        chosen = _find_turns(mask)[name]
+    highest, tokens = scores.masked_fill(~chosen, -1.0).max(1)
+    rows = [row for row in highest.argsort(descending=True, stable=True).tolist() if highest[row] >= 0]
+    return [(row, int(chosen[row].int().argmax()), int(tokens[row])) for row in rows]
+
+
+def _find_turns(mask: Tensor) -> dict[str, Tensor]:
+    """Return [B, R] bool of the first sampled tokens of responses, and of later turns."""
     before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     # a turn of the actor begins where the token before is not its own
     begins = mask & ~before
     first = begins & (begins.cumsum(1) == 1)
-    classes = {
-        "first_token": first,
-        "after_tool": begins & ~first,
-        "rare_token": mask & (recorded < _RARE),
-    }
-    ends = (*DEPTHS[1:], mask.size(1) + 1)
-    buckets = {f"depth/{start}": mask & (depth >= start) & (depth < end) for start, end in zip(DEPTHS, ends)}
-    for name, chosen in (buckets | classes).items():
-        if count := int(chosen.sum()):
-            yield f"mismatch/{name}", float(distance[chosen].sum()), count
+    return {"first_token": first, "after_tool": begins & ~first}
 
 
 def measure_experts(

@@ -14,7 +14,18 @@ from mindspeed_rl.checkpoint.newest import newest_checkpoint
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.cli.train import prepare_environment
 from mindspeed_rl.config import RunConfig, load_run_config
+from mindspeed_rl.dumps.mismatch_rows import COMPARED_TOKENS, MISMATCH_ROWS, read_rows
 from mindspeed_rl.files import write_file
+
+_DEFAULT_PROMPTS = 4
+#: keys by which the engine of a run with servers is built beside the trainer
+_COLOCATED = (
+    "rl_config.use_integrated_worker=true",
+    "rl_config.rollout_resource=null",
+    "rl_config.trainer_mode=sync",
+    "rl_config.spare_samples_per_prompt=0",
+    "generate_config.vllm_server_host=null",
+)
 
 
 def main(argv: list[str]) -> int:
@@ -29,17 +40,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("second", choices=("rollout",))
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config-name", "--config", help="run file, with or without .yaml")
-    source.add_argument("--run", type=Path, help="run folder: its configuration, and its newest checkpoint where there is one")
+    source.add_argument(
+        "--run", type=Path,
+        help="run folder: its configuration, its newest checkpoint where there is one, and the rows on which the two differed "
+        f"beyond a bound ({MISMATCH_ROWS}) where there are any",
+    )  # fmt: skip
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts of the run's data; default 4")
-    parser.add_argument("--tokens", type=int, default=16, help="max tokens of a response; default 16")
+    parser.add_argument("--prompts", type=int, default=None, help="prompts of the run's data; default 4, or the rows of --run")
+    parser.add_argument("--tokens", type=int, default=COMPARED_TOKENS, help="max tokens of a response; default %(default)s")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
     arguments = parser.parse_intermixed_args(argv)
     for name in ("prompts", "tokens", "nodes"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} {getattr(arguments, name)} must be at least 1")
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            parser.error(f"--{name} {value} must be at least 1")
     try:
         cfg = _config(arguments)
         prepare_environment()
@@ -58,7 +73,9 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     save = config["actor_config"].get("save")
     # only its weights: a run that has ended has no iteration left to resume
     weights = [f"actor_config.load={save}", "actor_config.finetune=true"]
-    saved = [] if save is None or newest_checkpoint(save) is None else weights
+    changes = [] if save is None or newest_checkpoint(save) is None else weights
+    if config["rl_config"].get("rollout_resource") is not None or config["generate_config"].get("vllm_server_host") is not None:
+        changes += _COLOCATED
     # without model blocks, whose values config.json has
     groups = {name: group for name, group in config.items() if name not in ("run", "sampling_config")}
     tree = {name: {key: value for key, value in group.items() if key != "model"} for name, group in groups.items()}
@@ -66,14 +83,19 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     with TemporaryDirectory() as folder:
         # a run file, so that overrides work as usual; JSON is YAML
         Path(folder, "run.yaml").write_text(json.dumps(tree), encoding="utf-8")
-        return load_run_config("run", folder, [*saved, *arguments.overrides])
+        return load_run_config("run", folder, [*changes, *arguments.overrides])
 
 
 def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     # by name: it imports torch, Ray and transformers, which read the environment
     compare_run = registry.load("mindspeed_rl.diagnostics.train_vs_rollout:compare_run", "diff")
+    chosen: int | list[list[int]] = arguments.prompts or _DEFAULT_PROMPTS
+    if arguments.run is not None and arguments.prompts is None and (path := arguments.run / MISMATCH_ROWS).is_file():
+        rows = read_rows(path)
+        chosen = [list(context) for context in rows.contexts]
+        print(f"rows of iteration {rows.iteration}, up to the tokens of {rows.place}: {len(chosen)}")
     with TemporaryDirectory(prefix="mindspeed-rl-diff-") as folder:
-        result, cause, lines = compare_run(cfg, arguments.nodes, Path(folder), arguments.prompts, arguments.tokens)
+        result, cause, lines = compare_run(cfg, arguments.nodes, Path(folder), chosen, arguments.tokens)
     for line in lines:
         print(line)
     if arguments.json is not None:

@@ -91,10 +91,12 @@ def main(argv: list[str]) -> int:
         code = report_failure(error)
         if not isinstance(error, ValueError):
             _print_resume(run, launched_s)
+        if run is not None and isinstance(error, registry.load("mindspeed_rl.trainers.old_policy:DisagreementError", "train")):
+            _compare_engines(run)
         return code
     print(f"finished: {run.folder}")
     if needs_comparison(run.folder):
-        _compare_engines(run.folder)
+        _compare_engines(run)
     return 0
 
 
@@ -104,15 +106,17 @@ def needs_comparison(folder: Path) -> bool:
     return any(alert.kind in _COMPARED for alert in alerts)
 
 
-def _compare_engines(folder: Path) -> None:
+def _compare_engines(run: Run) -> None:
     """Run `diff train rollout` on a run that has ended, which names the first module that differs; it decides nothing."""
-    result = folder / "mismatch.json"
+    result = run.folder / "mismatch.json"
     print(f"trainer and rollout engine differ: comparing them module by module, result in {result} ...", flush=True)
-    command = [sys.executable, "-m", "mindspeed_rl.cli.main", "diff", "train", "rollout", "--run", str(folder)]
+    command = [sys.executable, "-m", "mindspeed_rl.cli.main", "diff", "train", "rollout", "--run", str(run.folder)]
+    command += ["--nodes", str(run.num_nodes)]
     try:
         subprocess.run([*command, "--json", str(result)], timeout=_COMPARISON_S, check=False)
-    except subprocess.TimeoutExpired:
-        print_status(f"the comparison was ended after {_COMPARISON_S:g} s; repeat it with: {' '.join(command[2:])}")
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        when = "" if isinstance(error, KeyboardInterrupt) else f" after {_COMPARISON_S:g} s"
+        print_status(f"the comparison was ended{when}; repeat it with: {' '.join(command[2:])}")
 
 
 @contextlib.contextmanager

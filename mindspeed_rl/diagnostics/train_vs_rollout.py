@@ -45,12 +45,13 @@ COMPARISON = WorkerKind(
 
 
 def compare_run(
-    cfg: RunConfig, num_nodes: int, folder: Path, num_prompts: int, num_tokens: int
+    cfg: RunConfig, num_nodes: int, folder: Path, prompts: int | Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[Evidence, Cause | None, list[str]]:
-    """Compare trainer and engine on the first prompts of a run's data, by workers that are laid out as the run's.
+    """Compare trainer and engine on prompts of a run, by workers that are laid out as the run's.
 
     Args:
         folder: takes the logs.
+        prompts: tokens of prompts, or the number of first prompts of the run's data.
 
     Returns:
         The evidence, the cause, and lines for the console.
@@ -71,8 +72,7 @@ def compare_run(
         )
     run = with_absolute_paths(plan_models(run))
     actor = run.models["actor"]
-    prompts, _ = load_prompts(run, load_tokenizer_of(actor.config, actor.source))
-    chosen = [list(prompts[index]["prompt_ids"]) for index in range(min(num_prompts, len(prompts)))]
+    chosen = _choose_prompts(run, prompts)
     logs = run.folder / "logs" / "ray"
     with fork_server(run.platform, RL), connect_cluster(run.plan.world_size, run.platform, logs=logs):
         workers = start_group(COMPARISON, run, run.config.actor_config, run.plan.world_size)
@@ -83,6 +83,25 @@ def compare_run(
             workers.close()
     cause = evidence.name_cause()
     return evidence, cause, list(evidence.describe(cause))
+
+
+def _choose_prompts(run: Run, prompts: int | Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the tokens of the prompts to compare.
+
+    Raises:
+        ValueError: a given one is not of this model, or leaves the engine no room for a token.
+    """
+    actor = run.models["actor"]
+    if isinstance(prompts, int):
+        rows, _ = load_prompts(run, load_tokenizer_of(actor.config, actor.source))
+        return [list(rows[index]["prompt_ids"]) for index in range(min(prompts, len(rows)))]
+    size, limit = actor.plan.model_config.vocab_size, run.generate.max_model_len
+    for prompt in prompts:
+        if not all(0 <= token < size for token in prompt):
+            raise ValueError(f"a recorded row has the token {max(prompt)}, and the model a vocabulary of {size}.")
+        if len(prompt) >= limit:
+            raise ValueError(f"a recorded row has {len(prompt)} tokens; generate_config.max_model_len is {limit}.")
+    return [list(prompt) for prompt in prompts]
 
 
 class ComparisonWorkers(Protocol):

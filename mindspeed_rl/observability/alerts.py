@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -268,20 +268,41 @@ def _check_mismatch(history: History) -> Iterator[Alert]:
             return
 
 
-def _check_depths(history: History) -> Iterator[Alert]:
-    """Yield where trainer and rollout engine differ more than at the start of responses, three iterations in sequence."""
-    start = history.finite("mismatch/depth/0")
-    depths = sorted(int(name.rpartition("/")[2]) for name in history.series if name.startswith("mismatch/depth/"))
-    classes = {f"mismatch/depth/{depth}": f"from token {depth} of a response on" for depth in depths if depth}
-    classes |= {
+def _list_places(names: Iterable[str]) -> dict[str, str]:
+    """Return the metrics of depths and classes of tokens that have a bound, each with its place in words."""
+    depths = sorted(int(name.rpartition("/")[2]) for name in names if name.startswith("mismatch/depth/"))
+    places = {f"mismatch/depth/{depth}": f"from token {depth} of a response on" for depth in depths if depth}
+    return places | {
         "mismatch/first_token": "at the first token of a response",
         "mismatch/after_tool": "at the first token after a tool",
     }
-    for name, where in classes.items():
+
+
+def find_mismatches(results: Mapping[str, float]) -> Iterator[str]:
+    """Yield the metrics of depths and classes of tokens in which trainer and rollout engine differ beyond their bound."""
+    near = results.get("mismatch/depth/0", math.inf)  # without it nothing can be said
+    for name in _list_places(results):
+        if _is_beyond(results.get(name, 0.0), near):
+            yield name
+
+
+def _is_beyond(difference: float, near: float) -> bool:
+    """Return True where a mean difference of log-probs is beyond its bound; `near` is that of the first 16 tokens."""
+    return difference > max(_DEPTH_BOUND, _DEPTH_RATIO * near)
+
+
+def _check_depths(history: History) -> Iterator[Alert]:
+    """Yield where trainer and rollout engine differ more than at the start of responses, three iterations in sequence."""
+    start = history.finite("mismatch/depth/0")
+    for name, where in _list_places(history.series).items():
         series = history.finite(name)
-        common = [(x, y, start.y[start.x.index(x)]) for x, y in zip(series.x, series.y) if x in start.x][-3:]
-        if len(common) == 3 and all(value > max(_DEPTH_BOUND, _DEPTH_RATIO * near) for _, value, near in common):
-            iteration, value, near = common[-1]
+        known = dict(zip(start.x, start.y))
+        common = [(x, y, known[x]) for x, y in zip(series.x, series.y) if x in known]
+        beyond = [_is_beyond(value, near) for _, value, near in common]
+        # the newest of them: the rows that are recorded are of that time
+        last = next((index for index in range(len(common) - 1, 1, -1) if all(beyond[index - 2 : index + 1])), None)
+        if last is not None:
+            iteration, value, near = common[last]
             yield Alert(
                 "mismatch_depth" if name.startswith("mismatch/depth/") else "mismatch_token",
                 "bad",

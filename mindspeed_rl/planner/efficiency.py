@@ -34,6 +34,22 @@ class PhaseError:
 
 
 @dataclass(frozen=True)
+class PlannedGib:
+    """Error of planned memory.
+
+    Attributes:
+        largest: the largest relative error.
+        figures: number of published figures behind it.
+    """
+
+    largest: float
+    figures: int
+
+    def __str__(self) -> str:
+        return f"the plans of {self.figures} measured runs are within {self.largest:.0%}"
+
+
+@dataclass(frozen=True)
 class Efficiency:
     """Fractions of a device's figures, and times of work on the host.
 
@@ -95,6 +111,7 @@ def _read_constants() -> dict[EngineName, Efficiency]:
     return {engine: Efficiency(**record["engines"][engine], errors=errors) for engine in get_args(EngineName)}
 
 
+_GIB_ERROR = PlannedGib(**read_json(CONSTANTS)["gib"])
 #: error where no published run is like the planned one: of another device kind, or of a supervised stage
 UNSEEN = {"all": PhaseError(spread=2.2, median=0.45, figures=0)}
 #: engine -> efficiency on an NPU
@@ -122,6 +139,8 @@ _CPU = Efficiency(
     host_adamw=8e9,
     errors={"all": PhaseError(spread=2.0, median=0.4, figures=7)},
 )
+#: device kind -> error of planned memory, where runs on it were published
+GIB_ERRORS: dict[str, PlannedGib] = dict.fromkeys(("A2", "A3"), _GIB_ERROR)
 EFFICIENCIES: dict[str, Mapping[EngineName, Efficiency]] = {
     **dict.fromkeys(("A2", "A3"), NPU),
     **dict.fromkeys(("950PR", "950DT"), _ANNOUNCED),

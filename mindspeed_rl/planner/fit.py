@@ -23,7 +23,7 @@ from mindspeed_rl.planner.memory import MemoryPlan
 from mindspeed_rl.planner.run_shape import read_shape
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan
-from mindspeed_rl.planner.splits import ACCEPTED, SIZES, list_splits, plan_sound, rank_plans
+from mindspeed_rl.planner.splits import ACCEPTED, SIZES, SoundRun, list_splits, plan_sound_memory, rank_plans
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 
@@ -506,10 +506,13 @@ class _Search:
                 _save_memory(base, sizes[0], savers, streams=streams),
                 _save_memory(base, sizes[0], rounding, streams=streams),
             )
+            # what does not fit with the least memory is not tried with more
+            *_, leanest = _save_memory(base, sizes[0], (*savers, *rounding)[-1:], streams=streams)
+            least = self._plan_training(tree, leanest, engine)
+            if least is not None and least.memory.verdict not in ACCEPTED:
+                continue
             for index, variants in enumerate(stages):
-                # what does not fit with the least memory is not tried with more
-                most = _save_memory(base, sizes[0], (*savers, *rounding)[-1:], streams=streams)
-                if index == 1 and self._rank_training(tree, list(most)[-1], engine) is None:
+                if index == 1 and least is None:  # it breaks a rule
                     break
                 tried = [self._rank_training(tree, values, engine) for values in variants]
                 accepted = [entry for entry in tried if entry is not None]
@@ -523,14 +526,23 @@ class _Search:
 
     def _rank_training(self, tree: dict[str, Any], values: _Values, engine: _Values) -> _Ranked | None:
         """Return the rank of a training layout; None where it breaks a rule or does not fit."""
-        plans = self._plan(tree, values | engine)
-        if plans is None:
+        sound = self._plan_training(tree, values, engine)
+        if sound is None or sound.memory.verdict not in ACCEPTED:
             return None
-        memory, time = plans[0].without(("generate",)), plans[1]
-        if memory.verdict not in ACCEPTED:
-            self._note(memory)
+        if (time := sound.plan_time(self._efficiency, self._samples)) is None:
             return None
-        return MemoryPlan.VERDICTS.index(memory.verdict), sum(time.phases.get(name, 0.0) for name in _TRAINING), values
+        seconds = sum(time.phases.get(name, 0.0) for name in _TRAINING)
+        return MemoryPlan.VERDICTS.index(sound.memory.verdict), seconds, values
+
+    def _plan_training(self, tree: dict[str, Any], values: _Values, engine: _Values) -> SoundRun | None:
+        """Plan the bytes of a training layout, without those of the rollout; None where it breaks a rule."""
+        sound = self._plan_memory(tree, values | engine)
+        if sound is None:
+            return None
+        sound = replace(sound, memory=sound.memory.without(("generate",)))
+        if sound.memory.verdict not in ACCEPTED:
+            self._note(sound.memory)
+        return sound
 
     def _combine(self, tree: dict[str, Any], train: _Values, serve: _Values, trainers: int | None) -> FitResult | None:
         """Return both with the largest fraction of memory for the engine with which they fit, else are tight."""
@@ -557,14 +569,19 @@ class _Search:
     def _apply(self, tree: dict[str, Any], values: _Values) -> dict[str, Any]:
         return _apply_layout(tree, values, self._space.following)
 
-    def _plan(self, tree: dict[str, Any], values: _Values) -> tuple[MemoryPlan, TimePlan] | None:
-        """Plan a layout; None where the values break a rule."""
-        nodes = self._request.num_nodes
+    def _plan_memory(self, tree: dict[str, Any], values: _Values) -> SoundRun | None:
+        """Plan the bytes of a layout; None where the values break a rule."""
         try:
-            run = draft(build_run_config(self._apply(tree, values), config_name="fit"), nodes)
+            run = draft(build_run_config(self._apply(tree, values), config_name="fit"), self._request.num_nodes)
         except ValueError:  # a ConfigError is one
             return None
-        return plan_sound(run, self._device, self._efficiency, self._samples)
+        return plan_sound_memory(run, self._device)
+
+    def _plan(self, tree: dict[str, Any], values: _Values) -> tuple[MemoryPlan, TimePlan] | None:
+        """Plan a layout; None where the values break a rule."""
+        sound = self._plan_memory(tree, values)
+        time = None if sound is None else sound.plan_time(self._efficiency, self._samples)
+        return None if sound is None or time is None else (sound.memory, time)
 
 
 def _describe_peak(memory: MemoryPlan) -> str:

@@ -146,13 +146,16 @@ class MemoryPlan:
         return replace(self.only(*left), problems=())
 
 
-def plan_memory(draft: Run, device: Device) -> MemoryPlan:
+def plan_memory(draft: Run, device: Device, *, shape: RunShape | None = None) -> MemoryPlan:
     """Compute the bytes of every device of a run.
+
+    Args:
+        shape: models of the run, where they are planned already.
 
     Raises:
         ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
     """
-    run = read_shape(draft, device)
+    run = shape or read_shape(draft, device)
     engine = plan_engine(run)
     fixed = dict(zip(Phase.FIXED, (device.driver, device.runtime, _communicator_bytes(run)), strict=True))
     stages = run.actor.plan.layout.pp

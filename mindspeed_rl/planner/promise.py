@@ -13,6 +13,7 @@ from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.observability.expected_curve import ExpectedCurve
 from mindspeed_rl.planner.calibration import plan_by_earlier_runs
 from mindspeed_rl.planner.devices import GIB, Device, find_device
+from mindspeed_rl.planner.efficiency import GIB_ERRORS
 from mindspeed_rl.planner.memory import MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, format_number, plan_time
@@ -23,6 +24,8 @@ from mindspeed_rl.run.rules.validation import is_valid, unavailable
 from mindspeed_rl.run.rules.violation import format_value
 
 _HOUR = 3600.0
+#: hours from which a time is given in hours
+_LONG_H = 3.0
 #: a neighbour saves at least this fraction, or it is none
 _SAVES = 0.03
 #: iterations that no run file states are not promised
@@ -129,7 +132,8 @@ class Promise:
             f"{self.memory.verdict}: {time.devices} x {time.device}, {time.format_bounds(time.total)} s an iteration; two of "
             f"three runs are within a range, of {figures} measured runs"
         )
-        yield "  memory of the fullest device, GiB" + f" of {capacity / GIB:.0f}"
+        runs = f"; {GIB_ERRORS[self.memory.device]}" if self.memory.device in GIB_ERRORS else ""
+        yield f"  memory of the fullest device, GiB of {capacity / GIB:.0f}{runs}"
         for margin in self.margins:
             left, least = ((capacity - count) / GIB for count in (margin.total, margin.high))
             yield f"    {margin.name:<20}{margin.total / GIB:>7.1f}   margin {left:.1f} ({least:.1f} at worst)"
@@ -164,10 +168,12 @@ class Promise:
             yield f"  {iterations} iterations: {cost}"
             yield f"  {_format_count(time.tokens * iterations)} tokens of prompts and responses"
         if (first := self.first_checkpoint) is not None:
-            when = _format_range(self.bound_hours(first, 60.0))
-            yield f"  first checkpoint after {when} minutes of training (iteration {first})"
+            hours = self.bound_hours(first)
+            scale, unit = (1.0, "hours") if hours[0] >= _LONG_H else (60.0, "minutes")
+            when = _format_range(self.bound_hours(first, scale))
+            yield f"  first checkpoint after {when} {unit} of training (iteration {first})"
         if self.disk:
-            yield f"  {self.disk / GIB:.0f} GiB of checkpoints on disk at most"
+            yield f"  {format_number(self.disk / GIB)} GiB of checkpoints on disk at most"
 
     def format(self) -> str:
         """Return the page as text."""

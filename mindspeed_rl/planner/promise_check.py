@@ -25,6 +25,8 @@ _PASSES = (Phases.UPDATE_ACTOR.timer, Phases.REF_LOG_PROBS.timer, Phases.ACTOR_L
 #: phases at whose ends training state leaves the device, or comes back
 _BESIDE_COPIES = (Phases.GENERATE.timer, Phases.UPDATE_ACTOR.timer, Phases.PUSH_WEIGHTS.timer)
 
+_UNEXPLAINED = "no measured figure explains it"
+
 _Medians = Mapping[str, float]
 
 
@@ -123,7 +125,7 @@ def _find_lengths(name: str, medians: _Medians, assumed: Assumed) -> Iterator[st
         if prompt is not None and name in _PASSES:
             more = f", so that micro-batches hold {(response + prompt) / assumed.tokens:.2g} times as many tokens in all"
         yield f"responses are longer, {response:.0f} tokens in the mean instead of {assumed.response:.0f}{more}"
-    if prompt is not None and prompt > _LONGER * assumed.prompt and name in _PASSES:
+    if prompt is not None and prompt > _LONGER * assumed.prompt and name in ("all", *_PASSES):
         yield f"prompts are longer, {prompt:.0f} tokens in the mean instead of {assumed.prompt:.0f}"
 
 
@@ -136,7 +138,7 @@ def _find_truncation(name: str, medians: _Medians, assumed: Assumed) -> Iterator
 
 def _find_eager(name: str, medians: _Medians, assumed: Assumed) -> Iterator[str]:
     """Yield that the engine runs without graphs though the promise was of captured ones."""
-    if name == Phases.GENERATE.timer and medians.get("rollout/eager", 0.0) > 0 and not assumed.is_eager:
+    if name in ("all", Phases.GENERATE.timer) and medians.get("rollout/eager", 0.0) > 0 and not assumed.is_eager:
         yield "the engine runs in eager mode, without the captured graphs that were planned"
 
 
@@ -218,7 +220,7 @@ def compare_with(promised: Sequence[Promised], assumed: Assumed, history: Histor
         row = Kept(figure, measured, "")
         if row.is_broken and figure.unit == "s":
             causes = "; ".join(cause for find in _CAUSES for cause in find(figure.name, medians, assumed))
-            row = Kept(figure, measured, causes or "no measured figure explains it")
+            row = Kept(figure, measured, causes or _UNEXPLAINED)
         rows.append(row)
     return rows
 
@@ -262,7 +264,9 @@ class PromiseWatch(RunObserver):
         self._shown = set[str]()
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
-        """Show the first figure that is not as promised, and name the others, after as many iterations as CHECKS says.
+        """Show a figure that is not as promised, and name the others, after as many iterations as CHECKS says.
+
+        The figure is the first one with a cause, where one has any.
 
         Raises:
             BrokenPromiseError: one is above its range, and the run was asked to stop then.
@@ -273,6 +277,7 @@ class PromiseWatch(RunObserver):
         rows = compare_with(self._promised, self._assumed, self._history)
         new = [row for row in rows if (row.is_broken or row.is_better) and row.promised.name not in self._shown]
         self._shown |= {row.promised.name for row in new}
+        new.sort(key=lambda row: row.cause in ("", _UNEXPLAINED))
         if new:
             others = ", ".join(row.promised.name for row in new[1:])
             self._show(f"promise, iteration {iteration}: {new[0]}{f'; the report has {others} too' if others else ''}")

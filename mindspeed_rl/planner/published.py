@@ -22,7 +22,7 @@ from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values, compose, find_project_configs
 from mindspeed_rl.files import read_json
 from mindspeed_rl.planner.devices import DEVICES, GIB
-from mindspeed_rl.planner.efficiency import Efficiency, PhaseError
+from mindspeed_rl.planner.efficiency import Efficiency, PhaseError, PlannedGib
 from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree
 from mindspeed_rl.planner.memory import Phase, plan_memory
 from mindspeed_rl.planner.run_files import read_block
@@ -289,7 +289,15 @@ def _summarize(errors: Sequence[float]) -> PhaseError:
     return PhaseError(round(max(math.exp(ordered[rank - 1]), _MIN_SPREAD), 2), round(median, 3), len(ordered))
 
 
-def encode_constants(constants: Mapping[EngineName, Efficiency], left_out: Sequence[LeftOut]) -> dict[str, Any]:
+def summarize_memory(runs: Sequence[PublishedRun]) -> PlannedGib:
+    """Return the error of the planned GiB of the runs that have published ones."""
+    errors = [abs(run.plan_gib() / run.record["gib"] - 1.0) for run in runs if run.record.get("gib") is not None]
+    return PlannedGib(largest=math.ceil(100 * max(errors)) / 100, figures=len(errors))
+
+
+def encode_constants(
+    constants: Mapping[EngineName, Efficiency], left_out: Sequence[LeftOut], gib: PlannedGib
+) -> dict[str, Any]:
     """Return the content of constants.json; a phase of fewer than three figures has the error of an iteration."""
     engines = {}
     for engine, efficiency in constants.items():
@@ -301,4 +309,5 @@ def encode_constants(constants: Mapping[EngineName, Efficiency], left_out: Seque
         "written_by": "python benchmarks/fit_planner.py --write",
         "engines": engines,
         "errors": {name: asdict(error) for name, error in errors},
+        "gib": asdict(gib),
     }

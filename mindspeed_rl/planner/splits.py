@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
+from mindspeed_rl.planner.run_shape import RunShape, read_shape
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 from mindspeed_rl.run import Run
@@ -78,16 +79,40 @@ def divide_layers(layers: int, stages: int) -> str:
     return ",".join(str(layers // stages + (first <= stage < first + more)) for stage in range(stages))
 
 
+@dataclass(frozen=True)
+class SoundRun:
+    """A run that breaks no rule, with its bytes; its seconds are planned where they are asked for."""
+
+    run: Run
+    shape: RunShape
+    memory: MemoryPlan
+
+    def plan_time(self, efficiency: Efficiency | None = None, samples: SampleMeans | None = None) -> TimePlan | None:
+        """Return the seconds; None where a layout does not suit its model."""
+        try:
+            return plan_time(self.run, self.shape.device, samples=samples, efficiency=efficiency, shape=self.shape)
+        except ValueError:
+            return None
+
+
+def plan_sound_memory(run: Run, device: Device) -> SoundRun | None:
+    """Plan the bytes of a run; None where it breaks a rule, or where a layout does not suit its model."""
+    if not is_valid(run) or unavailable(run):
+        return None
+    try:
+        shape = read_shape(run, device)
+        return SoundRun(run, shape, plan_memory(run, device, shape=shape))
+    except ValueError:
+        return None
+
+
 def plan_sound(
     run: Run, device: Device, efficiency: Efficiency | None = None, samples: SampleMeans | None = None
 ) -> tuple[MemoryPlan, TimePlan] | None:
     """Plan a run; None where it breaks a rule, or where a layout does not suit its model."""
-    if not is_valid(run) or unavailable(run):
-        return None
-    try:
-        return plan_memory(run, device), plan_time(run, device, samples=samples, efficiency=efficiency)
-    except ValueError:
-        return None
+    sound = plan_sound_memory(run, device)
+    time = None if sound is None else sound.plan_time(efficiency, samples)
+    return None if sound is None or time is None else (sound.memory, time)
 
 
 def rank_plans(memory: MemoryPlan, time: TimePlan, *ties: float) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from mindspeed_rl.planner.advice import Change
 from mindspeed_rl.planner.assumptions import Assumption
 from mindspeed_rl.planner.devices import GIB, Device
+from mindspeed_rl.planner.efficiency import GIB_ERRORS
 from mindspeed_rl.planner.fit import FitRequest, FitResult
 from mindspeed_rl.planner.host_memory import HostMemory, HostPhase
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase
@@ -44,6 +45,7 @@ class MemoryReport:
             f"{plan.capacity / GIB:.0f} GiB of a device of {plan.device}, in phase {peak.name}, on {fullest.name} "
             f"(devices {fullest.ranks})",
             *([_MEANING[plan.verdict]] if plan.verdict in _MEANING else []),
+            *([f"Peaks: {GIB_ERRORS[plan.device]}."] if plan.device in GIB_ERRORS else []),
             "",
             f"GiB of a device by owner and phase; * is modelled and may be off by {Phase.MODEL_ERROR:.0%}, "
             "the others are counted",
@@ -86,6 +88,7 @@ class MemoryReport:
             "peak": {
                 "bytes": peak.total,
                 "range": list(peak.range),
+                "measured_runs": GIB_ERRORS[plan.device].figures if plan.device in GIB_ERRORS else 0,
                 "phase": peak.name,
                 "dies": plan.fullest.ranks,
                 "group": plan.fullest.name,

@@ -120,7 +120,7 @@ class Phases:
         memory="update",
         profiler_stage="actor_update",
         consumer="actor_train",
-        columns=("update_log_probs",),  # in iterations whose completions are written
+        columns=("update_log_probs",),  # in iterations whose completions are written, or whose update is compared
     )
     REF_LOG_PROBS = Phase(
         "compute_log_probs",

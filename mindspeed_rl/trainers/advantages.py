@@ -32,9 +32,6 @@ from mindspeed_rl.trainers.staleness import check_versions
 _LOG = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
 
-#: rows of an iteration over which trainer and rollout engine are compared by depth
-_COMPARED_ROWS = 64
-
 #: distinct reasons of failed samples that a run shows
 _MAX_REASONS = 20
 
@@ -211,32 +208,20 @@ class Advantages:
             has_ratios=self._schedule.writes_ratios(iteration),
             marked=written.get("marked_tokens"),
         )
-        is_sampled = self._schedule.samples_responses(iteration)
-        if prepared.has_old_log_probs and objective.log_rollout_offpolicy_metrics and is_sampled:
-            self._measure_mismatch(min(len(rows), _COMPARED_ROWS), metrics)
         for observer in self._observers:
             observer(prepared)
         return metrics
-
-    def _measure_mismatch(self, count: int, metrics: Metrics) -> None:
-        """Add by how much trainer and rollout engine differ at each depth, over the first `count` rows."""
-        columns = ["old_log_probs", "rollout_log_probs", "response_mask"]
-        rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=self._timeout_s)
-        mask = ragged(rows["response_mask"]).pad(0)
-        computed, recorded = (ragged(rows[name]).pad(0.0, mask.size(1)) for name in columns[:2])
-        for name, total, tokens in measure_depths(computed, recorded, mask.bool()):
-            metrics.add_mean(name, total, tokens)
 
     def compare_log_probs(self, iteration: int, count: int) -> tuple[Metrics, bool]:
         """Return how far the log-probs that the rollout engine recorded are from the trainer's, over the first `count` rows.
 
         Returns:
             RECORDED_DIFFERENCE and `_max` of the tokens of the weights that train, else of older ones, which differ by what was
-            learnt since too; True where they are of the weights that train.
+            learnt since too, and the differences by depth of rows that are of the weights that train; True where tokens are.
         """
         columns = ["old_log_probs", "rollout_log_probs", "response_mask", "weight_versions"]
         batch, _ = self._plane.get("compute_advantage", columns, indexes=range(count), timeout_s=self._timeout_s)
-        newest, older, admission = list[Tensor](), list[Tensor](), self._schedule.admission
+        newest, older, admission, metrics = list[Tensor](), list[Tensor](), self._schedule.admission, Metrics()
         # between two weight syncs the engine has the weights of an earlier iteration
         version, is_synced = admission.version(iteration), iteration % admission.sync_step == 0
         for row in range(count):
@@ -244,7 +229,9 @@ class Advantages:
             distance, is_newest = (computed.float() - recorded.float()).abs(), (versions == version) & is_synced
             newest.append(distance[mask.bool() & is_newest])
             older.append(distance[mask.bool() & ~is_newest])
-        metrics, is_current = Metrics(), any(map(len, newest))
+            if self._schedule.objective.log_rollout_offpolicy_metrics and not len(older[-1]):
+                metrics.merge(measure_depths(computed[None], recorded[None], mask[None].bool()))
+        is_current = any(map(len, newest))
         distance = torch.cat(newest if is_current else older)
         if len(distance):
             metrics.add_mean(f"{RECORDED_DIFFERENCE}_mean", float(distance.double().sum()), len(distance))

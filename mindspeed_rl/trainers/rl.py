@@ -9,6 +9,7 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
+from mindspeed_rl.trainers.mismatch import EngineMismatch
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.reward_audit import RewardAuditor
 from mindspeed_rl.trainers.rollout import Rollout
@@ -29,6 +30,7 @@ class RLTrainer(TrainingLoop):
         baselines: GreedyBaselines,
         model_rewards: ModelRewards,
         advantages: Advantages,
+        mismatch: EngineMismatch,
         evaluator: Evaluator,
         progress: EvaluationProgress,
         auditor: RewardAuditor,
@@ -44,6 +46,7 @@ class RLTrainer(TrainingLoop):
         self.baselines = baselines
         self.model_rewards = model_rewards
         self.advantages = advantages
+        self.mismatch = mismatch
         self.evaluator = evaluator
         self.progress = progress
         self.auditor = auditor
@@ -79,6 +82,7 @@ class RLTrainer(TrainingLoop):
                     collect(actors.update_critic(schedule.steps(iteration)))
                 if schedule.trains_actor(iteration):
                     collect(actors.update_actor(schedule.update_plan(iteration, self.advantages.entropy_threshold)))
+                self.metrics.merge(self.mismatch.measure(iteration))
                 schedule.after_update(iteration, self.metrics)
                 if schedule.syncs_ref(iteration):
                     collect(actors.sync_reference(schedule.ref_mixup_alpha))

@@ -65,6 +65,7 @@ from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
 from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines, select_sets
+from mindspeed_rl.trainers.mismatch import EngineMismatch
 from mindspeed_rl.trainers.model_rewards import ModelRewards, ServedJudge
 from mindspeed_rl.trainers.prompt_loader import (
     PromptLoader,
@@ -521,15 +522,17 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
         rollout.load_state_dict(resumed["run_state"]["rollout"], inputs.resume)
     diversity = ResponseDiversity(run, plane, inputs.tokenizer, outputs.progress.note)
     logger = RolloutLogger(run, outputs, plane, inputs.tokenizer, diversity.list_figures)
-    observers = [loader.on_batch, logger.on_batch, diversity.on_batch, *batch_recorders(run, plane)]
-    advantages = Advantages(run, plane, baselines, schedule, observers)
     start = resumed.get("iteration", 0)
+    mismatch = EngineMismatch(run, plane, schedule, start_iteration=start)
+    observers = [loader.on_batch, logger.on_batch, diversity.on_batch, mismatch.on_batch, *batch_recorders(run, plane)]
+    advantages = Advantages(run, plane, baselines, schedule, observers)
     return RLTrainer(
         actors,
         rollout,
         baselines,
         late,
         advantages,
+        mismatch,
         evaluator,
         EvaluationProgress(actor, logger.note, start_iteration=start),
         auditor,

@@ -16,6 +16,9 @@ from mindspeed_rl.trainers.old_policy import Agreement, OldPolicy
 from mindspeed_rl.trainers.response_mixture import ResponseMixture
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
+#: iterations whose updates are compared with the rollout engine: the first ones, and every so many
+_FIRST_COMPARED, _COMPARED_INTERVAL = 3, 10
+
 
 def _resolve_admission(run: Run) -> Admission:
     """Return how far the rollout of this run may be ahead of training."""
@@ -80,7 +83,7 @@ class Schedule:
         self.kl = build_kl_controller(objective)
         self.admission = _resolve_admission(run)
         # later steps of an iteration compare a policy that has been updated, and tokens may be of earlier weights
-        is_comparable = plan.on_policy and self.admission.bound == 0
+        self._is_comparable = is_comparable = plan.on_policy and self.admission.bound == 0
         recorded = objective.reads_rollout_policy and objective.old_log_probs_check_fraction > 0
         self._agreement = Agreement.choose(run) if is_comparable and not recorded else None
         self.old_policy = OldPolicy.choose(run)
@@ -121,7 +124,7 @@ class Schedule:
             entropy_threshold=entropy_threshold,
             columns=(*columns, *(name for name, is_read in optional.items() if is_read)),
             iteration=iteration,
-            records_log_probs=self.writes_ratios(iteration),
+            records_log_probs=self.writes_ratios(iteration) or self.compares_update(iteration),
             supervised_coef=0.0 if term is None or is_sampled else term.supervised_coef,
         )
 
@@ -141,6 +144,18 @@ class Schedule:
         due = rl.log_completions and is_due(iteration + 1, rl.log_completions_interval)
         has_ratios = self.needs_old_log_probs or self.objective.reads_rollout_policy
         return due and has_ratios and self.trains_actor(iteration)
+
+    def compares_update(self, iteration: int) -> bool:
+        """Return True where the log-probs of an update of one step are compared with the rollout engine's, as no pass has any.
+
+        These are the first three iterations and every tenth.
+        """
+        objective = self.objective
+        if not self._is_comparable or not objective.log_rollout_offpolicy_metrics or objective.reads_rollout_policy:
+            return False
+        if self.computes_old_log_probs(iteration) or not self.trains_actor(iteration):
+            return False
+        return iteration < _FIRST_COMPARED or is_due(iteration + 1, _COMPARED_INTERVAL)
 
     def trains_actor(self, iteration: int) -> bool:
         """Return False while only the critic learns."""

@@ -48,6 +48,22 @@ def overrides(task: Path, folder: Path) -> list[str]:
     ]
 
 
+def preprocess_prompts(task: Path, prefix: Path) -> Path:
+    """The prefix of the task's prompts as `preprocess` writes them: without tools, which a template would describe."""
+    words: list[str | Path] = ["--input", task / "train.jsonl", "--output-prefix", prefix, "--prompt-type", "empty"]
+    words += ["--tokenizer-name-or-path", task / "model", "--handler-name", "R1AlpacaStyleInstructionHandler"]
+    words += ["--map-keys", json.dumps({"prompt": "prompt", "query": "", "response": "labels", "system": ""})]
+    words += ["--dataset-additional-keys", "labels"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed_rl.cli.main", "preprocess", *words],
+        capture_output=True,
+        text=True,
+        timeout=patient(200),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return prefix
+
+
 #: figures that two runs of the same samples have in common
 FIGURES = ("grpo/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "response_length/mean")
 

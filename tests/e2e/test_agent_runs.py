@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_command import ONE_PROCESS, Command, finished, overrides, running
+from grpo_command import ONE_PROCESS, Command, finished, overrides, preprocess_prompts, running
 from measured_figures import select_computed
 from patience import patient
 from safetensors.torch import load_file
@@ -38,20 +38,8 @@ TEMPLATE = {
 
 @pytest.fixture(scope="module")
 def prompts(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The prefix of the task's prompts as `preprocess` writes them."""
-    prefix = tmp_path_factory.mktemp("prompts") / "prompts"
-    words = ["--input", str(task / "train.jsonl"), "--output-prefix", str(prefix), "--prompt-type", "empty"]
-    words += ["--tokenizer-name-or-path", str(task / "model"), "--handler-name", "R1AlpacaStyleInstructionHandler"]
-    words += ["--map-keys", json.dumps({"prompt": "prompt", "query": "", "response": "labels", "system": ""})]
-    words += ["--dataset-additional-keys", "labels"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mindspeed_rl.cli.main", "preprocess", *words],
-        capture_output=True,
-        text=True,
-        timeout=patient(200),
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return prefix
+    """The prefix of the task's preprocessed prompts."""
+    return preprocess_prompts(task, tmp_path_factory.mktemp("prompts") / "prompts")
 
 
 @pytest.mark.slow

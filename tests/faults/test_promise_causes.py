@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fault_run import TWO, FaultRun, struck
+from grpo_command import preprocess_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +20,23 @@ SERVERS = [
     "rl_config.rollout_resource.num_npus=1",
     "rl_config.actor_resource.num_npus=1",
 ]
+#: each turn calls the tool once; a template that writes what the tool said as it is
+TEMPLATE = {
+    "name": "bare",
+    "format_assistant": {"slots": ["{{content}}", ["eos_token"]]},
+    "format_observation": {"slots": ["{{content}}="]},
+    "format_tools": {"tool_format": "qwen"},
+}
+TOOLS = [
+    "megatron_training.data_path={folder}/prompts",
+    "megatron_training.prompt_type=bare",
+    "megatron_training.prompt_type_path={folder}/bare.json",
+    "rl_config.multi_turn_enable=true",
+    "rl_config.tool_config_path={folder}/tools.yaml",
+    "rl_config.tool_parser_format=faulty_reward:EveryTurn",
+    "rl_config.max_turns=2",
+    "rl_config.max_total_response_length=24",
+]
 OFFLOAD = [f"generate_config.offload_train_{part}=true" for part in ("optimizer", "grad", "param")]
 
 _SLOW = {"place": "engine.forward", "how": "slow", "seconds": 0.4}
@@ -26,11 +44,15 @@ _BUSY = {"place": "host.sample", "counts": {"busy_s": 1000.0, "stolen_s": 100.0,
 
 #: cause -> keys, armed faults, the figure, words of its sentences
 CAUSES: dict[str, tuple[list[str], list[dict[str, object]], str, list[str]]] = {
-    "slow rank": (
-        TWO,
-        [{"place": "engine.forward", "rank": 1, "how": "slow", "seconds": 0.8}],
+    # a quarter of the longest prompt is assumed, and the task's prompts have three tokens
+    "slow rank and longer prompts": (
+        [*TWO, "rl_config.max_prompt_length=8"],
+        [{"place": "engine.forward", "rank": 1, "how": "slow", "seconds": 2.0}],
         "reference_model",
-        [r"worker 1 is slow, [\d.]+ times the median of the others in reference_model"],
+        [
+            r"worker 1 is slow, [\d.]+ times the median of the others in reference_model",
+            "prompts are longer, 3 tokens in the mean instead of 2",
+        ],
     ),
     "slow rewards": (
         [*TWO, "rl_config.verifier_function=[faulty]", f"rl_config.external_plugins=[{PLUGIN}]"],
@@ -38,11 +60,17 @@ CAUSES: dict[str, tuple[list[str], list[dict[str, object]], str, list[str]]] = {
         "all",
         [r"the trainer waits [\d.]+ s for rewards"],
     ),
-    "offload": (
-        [*TWO, *OFFLOAD],
-        [{"place": "storages.free", "how": "slow", "seconds": 0.4}],
+    "offload in eager mode": (
+        [*TWO, *OFFLOAD, "generate_config.enforce_eager=false"],
+        [{"place": "storages.free", "how": "slow", "seconds": 0.4}, {"place": "engine.build", "how": "eager"}],
         "all",
-        [r"offloading takes [\d.]+ s"],
+        [r"offloading takes [\d.]+ s", "the engine runs in eager mode, without the captured graphs that were planned"],
+    ),
+    "tools": (
+        [*TWO, *TOOLS],
+        [{"place": "tool", "how": "slow", "seconds": 3.0}],
+        "rollout",
+        [r"samples wait [\d.]+ s for tools"],
     ),
     "servers": (
         ["actor_config.tensor_model_parallel_size=1", *SERVERS],
@@ -67,6 +95,9 @@ CAUSES: dict[str, tuple[list[str], list[dict[str, object]], str, list[str]]] = {
 
 def _run(task: Path, folder: Path, keys: list[str], faults: list[dict[str, object]]) -> tuple[FaultRun, dict[str, str]]:
     """Return a run that has ended, and the causes of its report by figure."""
+    (folder / "bare.json").write_text(json.dumps([TEMPLATE]))
+    (folder / "tools.yaml").write_text("tools:\n  - faulty_reward:looked_up\n")
+    keys = [key.replace("{folder}", str(folder)) for key in keys]
     with struck(task, folder, *ITERATIONS, *keys, shares=True) as run:
         for index, fault in enumerate(faults):
             draft = run.faults / f"{index}.draft"
@@ -81,9 +112,12 @@ def _run(task: Path, folder: Path, keys: list[str], faults: list[dict[str, objec
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_cause_that_is_provoked_is_named(cause: str, task: Path, tmp_path: Path) -> None:
     keys, faults, figure, words = CAUSES[cause]
+    if keys[-len(TOOLS) :] == TOOLS:
+        preprocess_prompts(task, tmp_path / "prompts")
     run, causes = _run(task, tmp_path, keys, faults)
     assert all(re.search(sentence, causes[figure]) for sentence in words), (causes, run.metrics[-1])
-    assert "promise, iteration 3: " in run.output
+    (line,) = (line for line in run.output.splitlines() if "promise, iteration 3: " in line)
+    assert all(re.search(sentence, line) for sentence in words), line
 
 
 def test_longer_responses_are_named_and_no_fault_that_was_not_provoked(task: Path, tmp_path: Path) -> None:

@@ -1,16 +1,17 @@
-"""A reward function, and a tracker, that misbehave when they are told to; a plug-in of the fault suite's runs."""
+"""A reward function, a tool and a tracker that misbehave when they are told to; a plug-in of the fault suite's runs."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sitecustomize import commit, take
 
 from mindspeed_rl.rewards import register
+from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
 
 
 @register("faulty")
@@ -30,6 +31,28 @@ def faulty(response: str, label: str) -> float:
             os._exit(3)
         commit(fault)
     return float(response.strip() == label)
+
+
+def looked_up(digits: str) -> str:
+    """The digits; a tool.
+
+    Args:
+        digits: two of them.
+    """
+    fault = take("tool", None)
+    if fault is not None:
+        commit(fault)
+    return digits
+
+
+class EveryTurn:
+    """A parser for which each turn is a call of the tool."""
+
+    def __init__(self, schemas: Sequence[dict[str, Any]], tokenizer: Any) -> None:
+        self._name = schemas[0]["function"]["name"]
+
+    def parse(self, text: str, token_ids: Sequence[int]) -> ParsedTurn:
+        return ParsedTurn("", None, (ToolCall(self._name, {"digits": text}, "1"),))
 
 
 class DownTracker:

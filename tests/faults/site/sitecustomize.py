@@ -6,9 +6,10 @@ Without the variable nothing happens.
 
     {"place": "worker.update_actor", "rank": 1, "how": "kill"}
 
-Places: see PLACES. How: kill, stop (SIGSTOP), hang (sleeps for ever), slow (for `seconds`), raise, exit; of a step also "nan
-weight"; of a bucket drop, repeat, corrupt; of an address "take" (somebody else listens there). Counters of the machine grow by
-`counts`.
+Places: see PLACES. How: kill, stop (SIGSTOP), hang (sleeps for ever), slow (for `seconds`), leak (`mib`), raise, exit; of a
+step also "nan weight"; of a bucket drop, repeat, corrupt; of an address "take" (somebody else listens there); of an engine that
+is built "eager" (it captures no graphs); of its rotary embedding "turn" (positions from `start` on are taken for others).
+`counts` are added to counters of the machine.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+#: memory of this process that a leak keeps
+KEPT: list[bytes] = []
 
 
 def folder() -> Path | None:
@@ -66,6 +70,8 @@ def commit(fault: dict[str, Any]) -> None:
         time.sleep(fault["seconds"])
     elif how == "exit":
         os._exit(7)
+    elif how == "leak":
+        KEPT.append(b"x" * (fault["mib"] << 20))
     elif how == "raise":
         raise ValueError("a fault on demand")
 
@@ -181,6 +187,30 @@ def host_module(module: ModuleType) -> None:
     module.HostLoad._sample = sample
 
 
+def vllm_module(module: ModuleType) -> None:
+    """The build of a rollout engine: vLLM captures no graphs, as it decides by itself for some models."""
+    inner = module.LLM
+
+    def build(**arguments: Any) -> Any:
+        fault = take("engine.build", None)
+        return inner(**arguments | ({} if fault is None else {"enforce_eager": True}))
+
+    module.LLM = build
+
+
+def rotary_module(module: ModuleType) -> None:
+    """The position embedding of a rollout engine."""
+    inner = module.RotaryEmbeddingBase._compute_cos_sin_cache
+
+    def compute(self: Any) -> Any:
+        cache, fault = inner(self), take("engine.rotary", None)
+        if fault is not None:
+            cache[fault["start"] :] = cache[fault["start"] :].roll(7, 0)
+        return cache
+
+    module.RotaryEmbeddingBase._compute_cos_sin_cache = compute
+
+
 def server_module(module: ModuleType) -> None:
     """Calls of a rollout server; `rank` is its index."""
     inner = module.ServerProcess.call
@@ -236,6 +266,8 @@ PLACES: dict[str, Callable[[ModuleType], None]] = {
     "mindspeed_rl.engine.offload": offload_module,
     "mindspeed_rl.observability.host_load": host_module,
     "mindspeed_rl.resharding.transfer": sources_module,
+    "mindspeed_rl.rollout.vllm_engine": vllm_module,
+    "vllm.model_executor.layers.rotary_embedding.base": rotary_module,
     "mindspeed_rl.serving.server_process": server_module,
 }
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from mindspeed_rl.algorithms.mismatch import DEPTHS, measure_depths, measure_experts
+from mindspeed_rl.algorithms.mismatch import DEPTHS, find_places, measure_depths, measure_experts
 
 
 def test_buckets_and_classes_are_those_of_a_loop_over_the_tokens() -> None:
@@ -33,15 +33,27 @@ def test_buckets_and_classes_are_those_of_a_loop_over_the_tokens() -> None:
             for name in names:
                 sums[name] += abs(float(computed[row, token]) - float(recorded[row, token]))
                 counts[name] += 1
-    found = {name.removeprefix("mismatch/"): (total, count) for name, total, count in measure_depths(computed, recorded, mask)}
-    assert {name: count for name, (_, count) in found.items()} == dict(counts)
-    assert all(found[name][0] == pytest.approx(sums[name], rel=1e-5) for name in sums)
+    found = {name.removeprefix("mismatch/"): metric for name, metric in measure_depths(computed, recorded, mask).items()}
+    assert {name: metric.count for name, metric in found.items()} == dict(counts)
+    assert all(found[name].value == pytest.approx(sums[name], rel=1e-5) for name in sums)
 
 
 def test_masked_tokens_may_have_any_value() -> None:
     computed, recorded = torch.tensor([[float("nan"), 1.0]]), torch.tensor([[0.0, 1.5]])
-    found = {name: total for name, total, _ in measure_depths(computed, recorded, torch.tensor([[False, True]]))}
+    found = measure_depths(computed, recorded, torch.tensor([[False, True]])).results()
     assert found["mismatch/first_token"] == 0.5 and "mismatch/after_tool" not in found
+
+
+def test_places_are_those_of_the_largest_differences() -> None:
+    mask = torch.ones(3, 70, dtype=torch.bool)
+    mask[0, 3:6] = False  # of a tool
+    mask[1, 40:] = False  # a shorter response
+    scores = torch.zeros(3, 70)
+    scores[0, 20], scores[1, 30], scores[2, 10], scores[2, 65] = 1.0, 3.0, 9.0, 8.0
+    assert find_places("mismatch/depth/16", mask, scores) == [(1, 16, 30), (0, 16, 20), (2, 16, 16)]
+    assert find_places("mismatch/depth/64", mask, scores) == [(2, 64, 65), (0, 64, 64)]
+    assert find_places("mismatch/after_tool", mask, scores) == [(0, 6, 6)]
+    assert find_places("mismatch/depth/4096", mask, scores) == []
 
 
 def test_tokens_are_grouped_by_the_experts_that_both_would_choose() -> None:

@@ -193,6 +193,11 @@ def test_a_difference_that_grows_with_depth_is_named() -> None:
     assert _depths({"mismatch/depth/65536": 0.16}, start=0.1) == []  # it differs everywhere: another alert's
     (text,) = _depths({"mismatch/after_tool": 0.5})
     assert text.startswith("mismatch_token: Trainer and rollout differ at the first token after a tool")
+    # it is said while it is there, and stays in the report
+    values = enumerate([0.1] * 4 + [0.0] * 9)
+    records = [{"iteration": index, "mismatch/depth/0": 0.005, "mismatch/depth/64": value} for index, value in values]
+    (alert,) = [alert for alert in find_alerts(History(records)) if alert.kind == "mismatch_depth"]
+    assert alert.iteration == 3
     assert _depths({"mismatch/rare_token": 0.5}) == []  # rare tokens always differ more
 
 

@@ -130,7 +130,7 @@ def test_a_range_of_a_phase_is_its_own(runs: list[published.PublishedRun]) -> No
 @pytest.mark.slow
 def test_the_shipped_constants_are_the_fit_to_the_table(runs: list[published.PublishedRun]) -> None:
     left_out = list(published.leave_one_out(runs))
-    made = published.encode_constants(published.fit_constants(runs), left_out)
+    made = published.encode_constants(published.fit_constants(runs), left_out, published.summarize_memory(runs))
     assert made == json.loads(CONSTANTS.read_text())
     errors = [error for one in left_out for _, error in one.list_errors()]
     assert statistics.median(abs(math.expm1(error)) for error in errors) < 0.25

@@ -253,6 +253,18 @@ def test_figures_that_are_not_as_promised_at_the_same_check_share_a_line() -> No
     assert line.startswith("promise, iteration 3: ") and line.endswith(" too") and "the report has " in line
 
 
+def test_a_figure_whose_cause_is_found_comes_first() -> None:
+    shown = list[str]()
+    watch = _watch(shown)
+    for iteration in (1, 2, 3):
+        slow = {"timing/all": 150.0, "timing/update": 40.0, "imbalance/update": 1.1, "timing/rollout": 99.0}
+        watch.on_figures(iteration, {**ORDINARY, **slow, "tool_seconds/mean": 25.0})
+    # 25 s are more than a fifth of the rollout, but not of the iteration
+    (line,) = shown
+    assert line.startswith("promise, iteration 3: rollout 99 s, promised 40 to 60: samples wait 25 s for tools")
+    assert line.endswith("the report has all, update too")
+
+
 def test_a_kept_promise_is_silent_and_a_better_one_is_said() -> None:
     shown = list[str]()
     watch = _watch(shown)
