@@ -57,6 +57,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_float32_head",
         "mindspeed_rl.adaptors.vllm_head_adapters",
         "mindspeed_rl.adaptors.vllm_video_positions",
+        "mindspeed_rl.adaptors.vllm_video_prompts",
     ),
     ("npu", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
@@ -75,6 +76,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_float32_head",
         "mindspeed_rl.adaptors.vllm_head_adapters",
         "mindspeed_rl.adaptors.vllm_video_positions",
+        "mindspeed_rl.adaptors.vllm_video_prompts",
     ),
     ("cuda", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
@@ -93,6 +95,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_float32_head",
         "mindspeed_rl.adaptors.vllm_head_adapters",
         "mindspeed_rl.adaptors.vllm_video_positions",
+        "mindspeed_rl.adaptors.vllm_video_prompts",
     ),
 }
 

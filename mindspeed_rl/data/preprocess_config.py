@@ -63,6 +63,11 @@ class PreprocessConfig:
     image_folder: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    video_fps: float | None = None
+    video_min_frames: int | None = None
+    video_max_frames: int | None = None
+    video_min_pixels: int | None = None
+    video_max_pixels: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokenizer_type not in self.choices["tokenizer_type"]:

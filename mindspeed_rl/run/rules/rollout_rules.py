@@ -242,9 +242,6 @@ def _engine_settings(run: Run) -> Iterator[Broken]:
     if additional.get("enable_fused_mc2"):
         text = "keeps the weights of experts in the NZ layout, which no weight sync can write; remove it"
         yield _own_setting("additional_config.enable_fused_mc2", text)
-    if run.config.platform == "npu" and generate.limit_mm_video_per_prompt:
-        text = "[limit_mm_video_per_prompt:is] is not available on npu: no run with vllm-ascend has videos yet; SFT reads them"
-        yield violate("npu_videos", text, {"limit_mm_video_per_prompt": 0})
     if run.config.platform == "npu" and generate.kv_cache_dtype != "auto":
         text = "[kv_cache_dtype:is] is not available on npu: vllm-ascend's attention writes keys and values as they are"
         yield violate("npu_kv_cache_dtype", text, {"kv_cache_dtype": "auto"})

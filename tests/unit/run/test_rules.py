@@ -424,11 +424,6 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         ["additional_config.enable_fused_mc2", "NZ layout", "remove it"],
     ),
     (
-        {"platform": "npu", G: {"limit_mm_video_per_prompt": 1}},
-        "npu_videos",
-        ["limit_mm_video_per_prompt 1", "npu"],
-    ),
-    (
         {"platform": "npu", G: {"kv_cache_dtype": "fp8"}},
         "npu_kv_cache_dtype",
         ["kv_cache_dtype fp8", "npu"],
