@@ -387,14 +387,14 @@ def _quantization(run: Run) -> Iterator[Broken]:
         return
     actor, metadata, drafts = cfg.with_shape("actor_config"), cfg.model_metadata.get("actor_config"), generate.drafts or {}
     gated = metadata is not None and metadata.shape.linear_heads
-    is_npu = cfg.platform == "npu"
+    is_npu, unseen = cfg.platform == "npu", "on npu: no run with vllm-ascend has proven its layout yet; cpu has it"
     for is_on, other, reason in (
         (cfg.platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
         (is_npu and generate.dtype == "float32", "dtype", "in float32 on npu: vllm-ascend has it for bfloat16"),
-        (not _is_dense(run) and actor.num_experts, None, "with the experts of this model: only dense matrices are quantized"),
-        (actor.multi_latent_attention, None, "with latent attention, which computes further matrices from its weights"),
-        (gated, None, "with the gated delta nets of this model"),
-        (cfg.reads_images, None, "with a model of images"),
+        (is_npu and not _is_dense(run) and actor.num_experts, None, f"with the experts of this model {unseen}"),
+        (is_npu and actor.multi_latent_attention, None, f"with latent attention {unseen}"),
+        (is_npu and gated, None, f"with the gated delta nets of this model {unseen}"),
+        (is_npu and cfg.reads_images, None, f"with a model of images {unseen}"),
         (generate.lora_push == "adapter", "lora_push", "next to an adapter; merged works"),
         (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),
     ):
