@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 folder, dtype_name, family = Path(sys.argv[1]), sys.argv[2], sys.argv[4]
 dtype = getattr(torch, dtype_name)
-sys.path.append(sys.argv[5])
-import tiny_hf
+sys.path += sys.argv[5:]
+import tiny_families, tiny_hf
 
 config = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 3, "hidden_size": 128,
@@ -26,7 +26,8 @@ config = {
 }
 (folder / "config.json").write_text(json.dumps(config))
 torch.manual_seed(0)
-settings = AutoConfig.from_pretrained(folder) if family == "dense" else tiny_hf.CONFIGS[family]
+named = tiny_hf.CONFIGS.get(family) or tiny_families._CONFIGS.get(family, lambda: None)()
+settings = AutoConfig.from_pretrained(folder) if named is None else named
 reference = AutoModelForCausalLM.from_config(settings, attn_implementation="eager").float().eval()
 for name, parameter in reference.named_parameters():
     parameter.data.copy_((parameter.data * 3 if parameter.dim() == 2 else parameter.data).to(dtype).float())
@@ -164,7 +165,8 @@ print(json.dumps(report))
 
 
 def _run(folder: Path, dtype: str, cache: str = "auto", family: str = "dense") -> dict[str, Any]:
-    return run_program(PROGRAM, folder, dtype, cache, family, Path(__file__).parents[2] / "dist")
+    tests = Path(__file__).parents[2]
+    return run_program(PROGRAM, folder, dtype, cache, family, tests / "dist", tests)
 
 
 _EXPERTS = "mlp.experts.routed_experts.w13_weight mlp.experts.routed_experts.w2_weight"
@@ -178,13 +180,21 @@ _MATRICES = {
     "mixtral": f"{_EXPERTS.replace('mlp', 'block_sparse_moe')} {_ATTENTION}",
     "qwen2moe": f"{_EXPERTS} mlp.shared_expert.down_proj.weight mlp.shared_expert.gate_up_proj.weight {_ATTENTION}",
 }
+_SHARED = "mlp.shared_experts.down_proj.weight mlp.shared_experts.gate_up_proj.weight"
+_LATER = {
+    "glm4_moe": f"{_EXPERTS} {_SHARED} {_ATTENTION}",
+    "minimax_m2": f"{_EXPERTS.replace('mlp', 'block_sparse_moe')} {_ATTENTION}",
+    "ernie4_5_moe": f"{_EXPERTS} {_SHARED} {_ATTENTION}",
+    "deepseek_v2": f"{_EXPERTS} {_SHARED} self_attn.kv_a_proj_with_mqa.weight self_attn.o_proj.weight self_attn.q_proj.weight",
+    "hy_v3": f"{_EXPERTS} {_SHARED.replace('shared_experts', 'shared_mlp')} {_ATTENTION}",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", _MATRICES)
+@pytest.mark.parametrize("family", [*_MATRICES, *(pytest.param(name, marks=pytest.mark.extra) for name in _LATER)])
 def test_an_int8_engine_samples_from_the_proven_quantized_weights_of_each_push(family: str, tmp_path: Path) -> None:
     result = _run(tmp_path, "float32", family=family)
-    assert result["dtypes"] == _MATRICES[family].split()
+    assert result["dtypes"] == (_MATRICES | _LATER)[family].split()
     # an element at a rounding edge of int8 may fall on either side
     assert sorted(result["exact"])[int(0.9 * len(result["exact"]))] < 1e-4 and max(result["exact"]) < 0.05
     assert sum(result["full"]) / len(result["full"]) < 0.05
@@ -192,7 +202,7 @@ def test_an_int8_engine_samples_from_the_proven_quantized_weights_of_each_push(f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["hybrid", "hybrid_moe"])
+@pytest.mark.parametrize("family", ["hybrid", "hybrid_moe", "qwen3_5_moe"])
 def test_gated_delta_nets_have_their_wide_projections_in_int8(family: str, tmp_path: Path) -> None:
     result = _run(tmp_path, "bfloat16", family=family)  # the only format of vLLM's kernel
     linear = {"linear_attn.in_proj_qkvz.weight", "linear_attn.out_proj.weight"}
