@@ -68,6 +68,7 @@ def _replace() -> None:
     from vllm.platforms import current_platform
 
     owner: Any = cpu_moe.CPUExpertsInt8
+    base: Any = cpu_moe.mk.FusedMoEExperts
 
     class LiveInt8Experts(owner):
         """The experts of one layer."""
@@ -82,9 +83,8 @@ def _replace() -> None:
         ) -> tuple[bool, str | None]:
             if moe_config.has_bias:
                 return False, "experts with biases are not quantized"
-            return super().is_supported_config(
-                cls, moe_config, weight_key, activation_key, activation_format
-            )
+            # sizes are as of any linear layer: not those of the kernel that packs in place
+            return base.is_supported_config(cls, moe_config, weight_key, activation_key, activation_format)
 
         @staticmethod
         def _supports_activation(activation: MoEActivation) -> bool:

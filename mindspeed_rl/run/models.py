@@ -42,7 +42,7 @@ _HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_pa
 #: models with experts, latent attention, gated delta nets or a tower that engines have in int8, and tests compare
 _INT8_MODELS = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
