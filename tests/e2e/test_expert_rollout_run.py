@@ -51,25 +51,6 @@ def test_trainer_and_engines_that_share_experts_agree_push_after_push(
     assert min(record["actor/grad_norm"] for record in command.metrics) > 0.0  # each push brought other weights
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "sharing", "tensor"), [("qwen3-moe", 2, 1), ("deepseek-v3", 1, 2)])
-def test_experts_in_int8_follow_every_push(
-    tasks: Callable[[str], Path], tmp_path: Path, name: str, sharing: int, tensor: int
-) -> None:
-    layout = [
-        f"generate_config.infer_expert_parallel_size={sharing}",
-        f"generate_config.infer_tensor_parallel_size={tensor}",
-        "+model.tiny_qwen25.num_experts=4",
-        "actor_config.expert_model_parallel_size=2",
-        "generate_config.quantization=int8",
-    ]
-    command = finished(tasks(name), tmp_path / "run", *SHARED, *layout)
-    assert [record["rollout/weight_version"] for record in command.metrics] == [1, 2, 3]
-    means = [record["rollout/log_probs_diff_mean"] for record in command.metrics]
-    assert 1e-5 < min(means) and max(means) < 0.05, means
-    assert min(record["actor/grad_norm"] for record in command.metrics) > 0.0
-
-
 def test_experts_that_do_not_divide_are_named_before_ray_starts(tasks: Callable[[str], Path], tmp_path: Path) -> None:
     changes = ["rl_config.actor_resource.num_npus=8", "generate_config.infer_expert_parallel_size=8"]
     with running(tasks("qwen3-moe"), tmp_path / "run", *SHARED[1:], *changes) as command:

@@ -395,6 +395,10 @@ def _quantization(run: Run) -> Iterator[Broken]:
         (is_npu and actor.multi_latent_attention, None, f"with latent attention {unseen}"),
         (is_npu and gated, None, f"with the gated delta nets of this model {unseen}"),
         (is_npu and cfg.reads_images, None, f"with a model of images {unseen}"),
+        (
+            not _is_dense(run) and actor.num_experts and generate.enable_expert_parallel,
+            *("enable_expert_parallel", "with enable_expert_parallel, where engines share experts: no run has proven it yet"),
+        ),
         (generate.lora_push == "adapter", "lora_push", "next to an adapter; merged works"),
         (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),
     ):

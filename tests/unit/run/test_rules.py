@@ -488,6 +488,10 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         {"platform": "npu", M: EXPERTS, G: {"quantization": "int8", "dtype": "bfloat16"}},
         *("quantization", ["quantization (int8)", "experts of this model on npu", "cpu has it"]),
     ),
+    (
+        {M: EXPERTS, G: {"quantization": "int8", "enable_expert_parallel": True}},
+        *("quantization", ["quantization (int8)", "enable_expert_parallel", "engines share experts"]),
+    ),
     ({G: {"quantization": "int8", D: {"method": "mtp"}}}, "quantization", ["draft model", "ngram and suffix work"]),
     ({G: {D: {"method": "medusa"}}}, D, ["method", "'medusa'", "ngram, suffix, draft_model"]),
     ({G: {D: {"method": "ngram"}}}, D, ["num_speculative_tokens", "None", "from 1 to 128"]),
