@@ -43,6 +43,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.llvmlite_names",
         "mindspeed_rl.adaptors.vllm_cpu",
         "mindspeed_rl.adaptors.vllm_cpu_experts",
+        "mindspeed_rl.adaptors.vllm_cpu_int8_experts",
         "mindspeed_rl.adaptors.vllm_cpu_norm",
         "mindspeed_rl.adaptors.vllm_cpu_routing",
         "mindspeed_rl.adaptors.vllm_cpu_steps",
@@ -57,6 +58,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_float32_head",
         "mindspeed_rl.adaptors.vllm_head_adapters",
         "mindspeed_rl.adaptors.vllm_video_positions",
+        "mindspeed_rl.adaptors.vllm_video_prompts",
     ),
     ("npu", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
@@ -75,6 +77,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_float32_head",
         "mindspeed_rl.adaptors.vllm_head_adapters",
         "mindspeed_rl.adaptors.vllm_video_positions",
+        "mindspeed_rl.adaptors.vllm_video_prompts",
     ),
     ("cuda", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
@@ -93,6 +96,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_float32_head",
         "mindspeed_rl.adaptors.vllm_head_adapters",
         "mindspeed_rl.adaptors.vllm_video_positions",
+        "mindspeed_rl.adaptors.vllm_video_prompts",
     ),
 }
 

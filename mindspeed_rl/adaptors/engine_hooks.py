@@ -84,7 +84,8 @@ class EngineHooks:
                     "input_activations": form | {"strategy": "token", "dynamic": True},
                 }
             },
-            "ignore": ["lm_head"],
+            # as of `models.quantized_names`
+            "ignore": ["lm_head", r"re:.*\.(gate|shared_expert_gate|kv_b_proj|in_proj_(ba|b|a))$", r"re:.*\bvisual\..*"],
         }
 
     def before_load(self, model: nn.Module) -> None:

@@ -138,10 +138,11 @@ def _name_segments_uniquely(run_id: str) -> None:
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the modules that hold experts, each with the kernel that computes them."""
-    for module in model.modules():
+    """Yield the modules that hold experts in packed form, each with the kernel that computes them; in int8 none is packed."""
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and hasattr(module, "w13_weight"):
+        if kernel is not None and hasattr(module, "w13_weight") and module.w13_weight.is_floating_point():
             yield module, kernel.fused_experts
 
 

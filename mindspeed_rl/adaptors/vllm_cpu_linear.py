@@ -70,7 +70,7 @@ class LiveLinear:
         self._packed_bytes = packed.nbytes
 
 
-class _LiveInt8Linear(LiveLinear):
+class LiveInt8Linear(LiveLinear):
     """The product with an int8 weight [n, k] and scales [n, 1]; each row of x is quantized on its own, symmetrically."""
 
     def multiply(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -114,7 +114,7 @@ def apply() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 
     def keep(self: Any, layer: Any) -> None:
-        layer.cpu_linear = _LiveInt8Linear()
+        layer.cpu_linear = LiveInt8Linear()
 
     def multiply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return layer.cpu_linear.multiply(x, layer.weight, layer.weight_scale, bias)
@@ -141,13 +141,13 @@ def _pack_convolutions_in_each_step() -> None:
 
 
 def live_layers(model: nn.Module) -> Iterator[LiveLinear]:
-    """Yield the linear layers of an engine's model; a tied head is the embedding's, and comes once."""
+    """Yield the linear layers of an engine's model and of experts in int8; a tied head is the embedding's, and comes once."""
     seen = set()
     for module in model.modules():
-        layer = getattr(module, "cpu_linear", None)
-        if isinstance(layer, LiveLinear) and id(layer) not in seen:
-            seen.add(id(layer))
-            yield layer
+        for layer in (getattr(module, "cpu_linear", None), *getattr(module, "cpu_experts", ())):
+            if isinstance(layer, LiveLinear) and id(layer) not in seen:
+                seen.add(id(layer))
+                yield layer
 
 
 def forget_packed(model: nn.Module) -> None:

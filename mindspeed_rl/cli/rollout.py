@@ -18,6 +18,7 @@ from mindspeed_rl.cli.options import Parser, print_status, report_failure
 from mindspeed_rl.config import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.config.threads import WAITING
+from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 from mindspeed_rl.run.draft import load_run
@@ -37,7 +38,7 @@ _CHECK_S = 2.0
 class _Shared(TypedDict):
     """Limits of images, and slices of exact log-probs, as `serve` takes them."""
 
-    pixels: tuple[int | None, int | None]
+    limits: MediaLimits
     exact_slices: int
 
 
@@ -102,7 +103,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
         generate, folder, shared = _read_run_file(args)
     else:
         generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256)
-        folder, shared = None, _Shared(pixels=(None, None), exact_slices=0)
+        folder, shared = None, _Shared(limits=NO_LIMITS, exact_slices=0)
     folder = args.model or folder
     if folder is None or not (folder.expanduser() / "config.json").is_file():
         raise ValueError(f"--model {folder}: no folder with config.json")
@@ -129,8 +130,7 @@ def _read_joined_run(join: Path) -> tuple[GenerateConfig, Path, _Shared, str]:
     """Return the settings that a run has written for servers that join it: engine, model, trainer and platform."""
     settings = ServerFolder(join.expanduser()).read_settings()
     try:
-        pixels = settings["min_pixels"], settings["max_pixels"]
-        shared = _Shared(pixels=pixels, exact_slices=settings["exact_slices"])
+        shared = _Shared(limits=MediaLimits(**settings["limits"]), exact_slices=settings["exact_slices"])
         sampling = SamplingConfig(**settings["generate"].pop("sampling_config"))
         generate = GenerateConfig(**settings["generate"], sampling_config=sampling)
         return generate, Path(settings["hf_folder"]), shared, settings["platform"]
@@ -145,7 +145,7 @@ def _read_run_file(args: argparse.Namespace) -> tuple[GenerateConfig, Path | Non
         raise ValueError(f"--config-name {args.config_name} has no group generate_config")
     actor = cfg.actor_config
     model = actor.tokenizer_name_or_path or actor.load
-    shared = _Shared(pixels=(actor.min_pixels, actor.max_pixels), exact_slices=cfg.exact_slices)
+    shared = _Shared(limits=MediaLimits.from_keys(actor), exact_slices=cfg.exact_slices)
     return cfg.generate_config, Path(model) if model else None, shared
 
 
@@ -232,6 +232,6 @@ def _serve(
     # it imports torch, which reads the environment
     from mindspeed_rl.serving.standalone import serve
 
-    pixels, slices = shared["pixels"], shared["exact_slices"]
-    serve(folder, generate, names, listening, token, platform_name=args.platform, pixels=pixels, exact_slices=slices)
+    limits, slices = shared["limits"], shared["exact_slices"]
+    serve(folder, generate, names, listening, token, platform_name=args.platform, limits=limits, exact_slices=slices)
     return 0

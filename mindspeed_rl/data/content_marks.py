@@ -21,6 +21,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -35,25 +36,31 @@ if TYPE_CHECKING:
 IMAGE_MARK = "\ue000image\ue001"
 #: the same for a video
 VIDEO_MARK = "\ue000video\ue001"
-#: the first character of IMAGE_MARK and of a hidden name; private, but a content may have it
+#: the first character of both marks and of a hidden name; private, but a content may have it
 _PRIVATE = "\ue000"
 #: a hidden name by its index, as text or within JSON that is ASCII only
 HIDDEN = re.compile(r"(?:\ue000|\\ue000)(\d+)(?:\ue001|\\ue001)")
-#: IMAGE_MARK in a text, without its end
-_FORGED = re.compile("\ue000+(?=image\ue001)")
+#: a mark in a text, without its end
+_FORGED = re.compile("\ue000+(?=(?:image|video)\ue001)")
 _PROBES = ("question5041", "answerab7302", "nextcont8263")
 #: an added token that is not special is a mark only where it does not look like text
 _TEXT = re.compile(r"[\w\s]*")
 
 
-def join_texts(texts: Iterable[str | None]) -> str:
-    """Join texts, with IMAGE_MARK for None; where the texts have it themselves, it is left out."""
+class Medium(Enum):
+    """A part of a message that is no text; its value is the mark."""
+
+    IMAGE = IMAGE_MARK
+    VIDEO = VIDEO_MARK
+
+
+def join_texts(parts: Iterable[str | Medium]) -> str:
+    """Join texts, with the marks of images and videos between them; where the texts have one themselves, it is left out."""
     written = ""
-    for is_image, run in itertools.groupby(texts, key=lambda text: text is None):
-        parts = list(run)
+    for is_text, run in itertools.groupby(parts, key=lambda part: isinstance(part, str)):
+        joined = "".join(part if isinstance(part, str) else part.value for part in run)
         # what is left out may have been between the parts of another one
-        text = "" if is_image else "".join(map(str, parts)).replace(IMAGE_MARK, "")
-        written += IMAGE_MARK * len(parts) if is_image else _FORGED.sub("", text)
+        written += _FORGED.sub("", joined.replace(IMAGE_MARK, "").replace(VIDEO_MARK, "")) if is_text else joined
     return written
 
 

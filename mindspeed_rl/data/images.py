@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rl.data.content_marks import IMAGE_MARK, VIDEO_MARK, join_texts
+from mindspeed_rl.data.content_marks import IMAGE_MARK, VIDEO_MARK, Medium, join_texts
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES, IndexedColumns, column_prefix, read_index
+from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
 from mindspeed_rl.data.sources import ArrowRow
 from mindspeed_rl.data.videos import (
     VIDEO_COLUMNS,
@@ -131,22 +132,20 @@ class ImageRules:
     video: VideoRules | None = None
 
     @classmethod
-    def read(cls, folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageRules | None:
+    def read(cls, folder: str | Path, limits: MediaLimits = NO_LIMITS) -> ImageRules | None:
         """Read the rules of the model in a Hugging Face folder; None for a model of text.
 
         Args:
-            min_pixels: takes the place of the processor's own limit.
-            max_pixels: the same.
+            limits: take the place of the processor's own.
 
         Raises:
-            ValueError: the processor's file is missing, or the limits leave no size.
+            ValueError: the processor's file is missing, or the limits leave no size or number of frames.
         """
         folder = Path(folder).expanduser()
         config = _read_json(folder / "config.json")
         if "vision_config" not in config or "image_token_id" not in config:
-            if min_pixels is not None or max_pixels is not None:
-                key = "min_pixels" if min_pixels is not None else "max_pixels"
-                raise ValueError(f"{key}: the model in {folder} reads no images; leave it out")
+            if limits.set_keys:
+                raise ValueError(f"{limits.set_keys[0]}: the model in {folder} reads no images; leave it out")
             return None
         processor = _read_json(folder / "preprocessor_config.json")
         # transformers 5 writes one file for the processor and its parts
@@ -159,7 +158,7 @@ class ImageRules:
         size = processor.get("size") or {}
         names = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
         own = [processor.get(old) or size.get(new) for old, new in names]
-        low, high = (value if value is not None else default for value, default in zip((min_pixels, max_pixels), own))
+        low, high = (given if given is not None else other for given, other in zip((limits.min_pixels, limits.max_pixels), own))
         rules = cls(
             folder=str(folder),
             patch_size=processor["patch_size"],
@@ -169,9 +168,11 @@ class ImageRules:
             max_pixels=high or 28 * 28 * 1280,
             token_id=config["image_token_id"],
             frame=(config["vision_start_token_id"], config["vision_end_token_id"]),
-            own_limits=min_pixels is None and max_pixels is None,
-            video=VideoRules.read(folder, config, processor),
+            own_limits=limits.min_pixels is None and limits.max_pixels is None,
+            video=VideoRules.read(folder, config, processor, limits),
         )
+        if rules.video is None and limits.set_video_keys:
+            raise ValueError(f"{limits.set_video_keys[0]}: the model in {folder} reads no videos; leave it out")
         if not rules.factor**2 <= rules.max_pixels or not 0 < rules.min_pixels <= rules.max_pixels:
             raise ValueError(
                 f"min_pixels={rules.min_pixels}, max_pixels={rules.max_pixels}: an image of this model has at least"
@@ -319,6 +320,12 @@ def read_references(columns: Mapping[str, object]) -> tuple[str, ...]:
 def has_references(columns: Mapping[str, object]) -> bool:
     """Return True for a row of a run with images, which may have none itself."""
     return isinstance(columns.get(IMAGES), References)
+
+
+def list_grids(media: Iterable[StoredImage | StoredVideo]) -> list[Grid]:
+    """Return the grids of images and videos, as a dataset has them: the time of a video is negative."""
+    grids = [(one.grid, -1 if isinstance(one, StoredVideo) else 1) for one in media]
+    return [(sign * times, rows, columns) for (times, rows, columns), sign in grids]
 
 
 def prepare_images(rules: ImageRules, references: Iterable[str]) -> tuple[StoredImage | StoredVideo, ...]:
@@ -538,6 +545,24 @@ def count_videos(references: Iterable[str]) -> int:
     return sum(map(is_video, references))
 
 
+def check_media_limits(before: Sequence[str], new: Sequence[str], max_images: int, max_videos: int) -> None:
+    """Check the numbers of images and videos of a context.
+
+    Args:
+        before, new: references that the context has, and those that are added.
+
+    Raises:
+        ValueError: they are more than the engine takes.
+    """
+    videos = count_videos(new)
+    for kind, added, limit, present in (
+        ("image", len(new) - videos, max_images, len(before) - count_videos(before)),
+        ("video", videos, max_videos, count_videos(before)),
+    ):
+        if added and (count := present + added) > limit:
+            raise ValueError(f"the context has {count} {kind}s, and generate_config.limit_mm_{kind}_per_prompt is {limit}")
+
+
 def open_frames(reference: str) -> list[Image]:
     """Return the sampled frames of a video as pillow's images, RGB.
 
@@ -567,13 +592,10 @@ def check_images(references: Iterable[str]) -> None:
 def make_data_url(reference: str) -> str:
     """Return an image as a data: URL that names its format, for programs that do not read references.
 
-    Raises:
-        VideoError: it is a video.
+    A video is the picture of its frames, of the type image/x-clip: a program sends it on as the URL of a video.
     """
     with _open(reference) as image:
-        if read_clip(image) is not None:
-            raise VideoError("has a video, which programs of agents do not get; use images, or an agent loop in the workers")
-        kind = (image.format or "png").lower()
+        kind = "x-clip" if read_clip(image) is not None else (image.format or "png").lower()
     return f"data:image/{kind};base64,{base64.b64encode(read_image(reference)).decode()}"
 
 
@@ -647,29 +669,58 @@ def make_reference(value: object, folder: str | None = None) -> str:
 
 
 def read_parts(content: object) -> tuple[object, tuple[str, ...]]:
-    """Return a message's content with IMAGE_MARK for each image, and the references; what is not a list of parts stays.
+    """Return a message's content with a mark for each image and video, and the references; other than a list of parts stays.
 
-    IMAGE_MARK in a text is left out: there is no image.
+    A mark in a text is left out: there is no image. A video is not decoded here (`ImageReader.decode_videos`).
 
     Raises:
-        ImageError: a part is neither text nor an image.
+        ImageError: a part is neither text nor an image nor a video.
+        VideoError: a video has a form that is not supported.
     """
     if isinstance(content, str):
         return join_texts([content]), ()
     if not isinstance(content, (list, tuple)):
         return content, ()
-    texts: list[str | None] = []
+    texts: list[str | Medium] = []
     references = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else "text"
         if kind in _IMAGE_PARTS:
-            texts.append(None)
+            texts.append(Medium.IMAGE)
             references.append(make_reference(part))
+        elif kind in VIDEO_PARTS:
+            texts.append(Medium.VIDEO)
+            references.append(make_video_reference(part))
         elif isinstance(text := part if isinstance(part, str) else part.get("text"), str):
             texts.append(text)
         else:
-            raise ImageError(f"has a part of type {kind!r}: only text and images are supported")
+            raise ImageError(f"has a part of type {kind!r}: only text, images and videos are supported")
     return join_texts(texts), tuple(references)
+
+
+def _is_video_part(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in VIDEO_PARTS
+
+
+def has_videos(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Return True where a message has a video among its parts."""
+    contents = (message.get("content") for message in messages)
+    return any(_is_video_part(part) for content in contents if isinstance(content, (list, tuple)) for part in content)
+
+
+def make_video_reference(value: object, folder: str | None = None) -> str:
+    """Return the reference of a video in any of its forms, which is not decoded yet; a clip stays what it is.
+
+    Args:
+        folder: folder of relative paths; None: the working directory.
+
+    Raises:
+        VideoError: the form is not supported.
+    """
+    source = make_source(value, folder, lambda image: make_reference(image, folder))
+    if isinstance(source.place, bytes) and source.is_clip:
+        return _CLIP_DATA + base64.b64encode(source.place).decode()
+    return _SOURCE_DATA + source.to_text()
 
 
 @dataclass(frozen=True)
@@ -735,11 +786,11 @@ class ImageReader:
         Raises:
             VideoError: it cannot be read.
         """
-        source = make_source(value, self.folder, lambda image: make_reference(image, self.folder))
-        return _SOURCE_DATA + source.to_text() if self.rules is None else self._decode(source)
+        reference = make_video_reference(value, self.folder)
+        return reference if self.rules is None else self.decode_videos([reference])[0]
 
     def decode_videos(self, references: Iterable[str]) -> tuple[str, ...]:
-        """Return references in which videos that a reader without rules has read are clips.
+        """Return references in which videos that are not decoded yet are clips.
 
         Raises:
             VideoError: one cannot be decoded, or the model reads no videos.
@@ -748,6 +799,24 @@ class ImageReader:
             self._decode(VideoSource.from_text(one.removeprefix(_SOURCE_DATA))) if one.startswith(_SOURCE_DATA) else one
             for one in references
         )
+
+    def decode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return messages of an agent in which the video of each part is a clip, so that it is decoded once.
+
+        Raises:
+            VideoError: as of `decode_videos`, or a form is not supported.
+        """
+
+        def decode_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+            return {**message, "content": [self._decode_part(part) for part in message["content"]]}
+
+        return [decode_message(message) if has_videos([message]) else message for message in messages]
+
+    def _decode_part(self, part: Any) -> Any:
+        if not _is_video_part(part):
+            return part
+        (clip,) = self.decode_videos([make_video_reference(part)])
+        return {"type": "video", "video": clip}
 
     def _decode(self, source: VideoSource) -> str:
         assert self.rules is not None
@@ -979,12 +1048,7 @@ def build_image_columns(images: Sequence[StoredImage | StoredVideo]) -> dict[str
     The time of a video's grid is negative.
     """
     data = [read_image(image.key) for image in images]
-    signs = [-1 if isinstance(image, StoredVideo) else 1 for image in images]
-    sizes = [
-        number
-        for content, image, sign in zip(data, images, signs)
-        for number in (len(content), sign * image.grid[0], *image.grid[1:])
-    ]
+    sizes = [number for content, grid in zip(data, list_grids(images)) for number in (len(content), *grid)]
     return {
         IMAGE_BYTES: np.frombuffer(b"".join(data) + b"\0", dtype=np.uint8),
         IMAGE_SIZES: np.array([len(images), *sizes], dtype=np.int32),
@@ -1059,7 +1123,10 @@ class StoredImages:
 
     def _read_video(self, index: int, reference: str) -> StoredImage | StoredVideo:
         try:
-            return _prepare(self.rules, reference)
+            video = _prepare(self.rules, reference)
+            if isinstance(video, StoredVideo):
+                video.rules.check_frames(video.clip)
+            return video
         except MalformedRowError as error:
             raise ValueError(f"{self.path}, row {index}: {error}") from error
 
@@ -1069,21 +1136,35 @@ class StoredImages:
 
 
 def describe_images(rules: ImageRules, rows: Sequence[Sequence[Grid]]) -> str:
-    """Return a line with the tokens of the images of some rows, and the limits.
+    """Return a line with the tokens of the images and videos of some rows, the frames of the latter, and the limits.
 
     Args:
         rules: image rules of the model.
-        rows: the grids of each row's images.
+        rows: the grids of each row's images and videos; the time of a video is negative.
     """
-    counts = ["+".join(str(abs(rules.count_tokens(grid))) for grid in row) or "none" for row in rows]
+    counts = ["+".join(_describe_grid(rules, grid) for grid in row) or "none" for row in rows]
     limits = f"a token is {rules.factor} x {rules.factor} pixels, an image {rules.min_pixels} to {rules.max_pixels}"
-    if rules.video is not None and any(abs(grid[0]) > 1 for row in rows for grid in row):
+    kinds = "images"
+    if rules.video is not None and any(grid[0] < 0 for row in rows for grid in row):
+        kinds += " and videos"
         limits += f"; videos: {rules.video.describe()}"
-    return f"tokens of images in the first {len(counts)} rows: {', '.join(counts)} ({limits})"
+    return f"tokens of {kinds} in the first {len(counts)} rows: {', '.join(counts)} ({limits})"
+
+
+def _describe_grid(rules: ImageRules, grid: Grid) -> str:
+    """Return the number of tokens, and of frames of a video; the texts of its times are not among them."""
+    tokens = abs(rules.count_tokens(grid))
+    if rules.video is None or grid[0] > 0:
+        return str(tokens)
+    frames = -grid[0] * rules.video.temporal_patch_size
+    return f"{tokens} of {frames} frames"
 
 
 def read_first_grids(prefix: str | Path, count: int = 8) -> list[list[Grid]]:
-    """Return the grids of the images of the first rows of a preprocessed dataset; [] for one of text."""
+    """Return the grids of the images and videos of the first rows of a preprocessed dataset; [] for one of text.
+
+    The time of a video is negative.
+    """
     path = column_prefix(Path(prefix).expanduser(), IMAGE_SIZES)
     if not os.path.isfile(f"{path}.idx"):
         return []

@@ -34,6 +34,7 @@ from mindspeed_rl.data.indexed import (
     column_prefix,
     open_indexed,
 )
+from mindspeed_rl.data.media_limits import MediaLimits
 from mindspeed_rl.data.parts import join_parts, make_folder, publish, work_folder, write_parts
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize, RowSource, open_source, read_chunk
@@ -98,7 +99,7 @@ def _build_handler(config: PreprocessConfig) -> Handler:
         _check_reasoning(config, template)
     settings = {f.name: getattr(config, f.name) for f in fields(HandlerSettings) if f.name not in _OTHER_SETTINGS}
     images = None
-    rules = ImageRules.read(config.tokenizer_name_or_path, config.min_pixels, config.max_pixels)
+    rules = ImageRules.read(config.tokenizer_name_or_path, MediaLimits.from_keys(config))
     if rules is not None:
         images = ImageReader.build(rules, tokenizer, config.image_folder)
     if config.image_folder is not None and not (rules and kind.can_read_images):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from mindspeed_rl.data.templates import Thinking, choose_thinking
 
 #: a number of processes that any machine can start; all of them are forked at once
 _MAX_WORKERS = 64
+_VIDEO_COUNTS = ("video_min_frames", "video_max_frames", "video_min_pixels", "video_max_pixels")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class PreprocessConfig:
     image_folder: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    video_fps: float | None = None
+    video_min_frames: int | None = None
+    video_max_frames: int | None = None
+    video_min_pixels: int | None = None
+    video_max_pixels: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokenizer_type not in self.choices["tokenizer_type"]:
@@ -85,6 +92,8 @@ class PreprocessConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.workers > (limit := max(_MAX_WORKERS, 2 * (os.cpu_count() or 1))):
             raise ValueError(f"workers={self.workers} must be at most {limit} on this machine")
-        for name in ("seq_length", "max_samples"):
+        if self.video_fps is not None and not 0 < self.video_fps < math.inf:
+            raise ValueError(f"video_fps={self.video_fps} must be above 0, in frames per second")
+        for name in ("seq_length", "max_samples", *_VIDEO_COUNTS):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

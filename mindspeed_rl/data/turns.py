@@ -9,11 +9,12 @@ rendered again.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mindspeed_rl.data.content_marks import IMAGE_MARK, ContentMarks
+from mindspeed_rl.data.content_marks import IMAGE_MARK, VIDEO_MARK, ContentMarks
 from mindspeed_rl.data.conversation import Conversation, JsonObject, MalformedRowError, parse_tools
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.messages import OPENAI, read_messages
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 #: a message in OpenAI's form: {"role": "system" | "user" | "assistant" | "tool", "content": text, ...}
 ChatMessage = Mapping[str, Any]
 
+_MARK = re.compile(f"({IMAGE_MARK}|{VIDEO_MARK})")
 #: artificial contents, equally long; two of a kind start and end with different characters, so they share no token
 _QUESTIONS = ("question5041", "inquiring730")
 _ANSWERS = ("answerab7302", "replycd4859q")
@@ -93,12 +95,13 @@ class ChatTurns:
         thinking: Thinking = "none",
         has_tools: bool = False,
         image_marker: str = "",
+        video_marker: str = "",
     ) -> None:
         """Find the tokens of the generation prompt.
 
         Args:
             has_tools: prompts have the schemas of tools: some templates then keep thoughts.
-            image_marker: text of an image, with one token of it; takes the place of IMAGE_MARK.
+            image_marker, video_marker: text of an image or a video, with one token of it; takes the place of its mark.
         """
         self.name = template.name
         self.tool_format = template.tool_format
@@ -106,7 +109,8 @@ class ChatTurns:
             _HfWriter(template, thinking) if isinstance(template, HfTemplate) else _FileWriter(template, thinking)
         )
         self._template, self._thinking = template, thinking
-        self.has_tools, self._image_marker = has_tools, image_marker
+        self.has_tools = has_tools
+        self._markers = {IMAGE_MARK: image_marker, VIDEO_MARK: video_marker}
         self._encoder = TextEncoder(tokenizer)
         added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | set(tokenizer.all_special_ids)
@@ -129,7 +133,8 @@ class ChatTurns:
         """Return the turns of the same template for prompts with or without the schemas of tools."""
         if has_tools == self.has_tools:
             return self
-        options: dict[str, Any] = {"thinking": self._thinking, "image_marker": self._image_marker}
+        image, video = self._markers.values()
+        options: dict[str, Any] = {"thinking": self._thinking, "image_marker": image, "video_marker": video}
         return ChatTurns(self._template, self._encoder.tokenizer, has_tools=has_tools, **options)
 
     # ------------------------------------------------------------------ full conversations
@@ -267,9 +272,9 @@ class ChatTurns:
             if not isinstance(part, str):
                 ids.append(self._encoder.special_id(part))
                 continue
-            for index, text in enumerate(part.split(IMAGE_MARK)):
-                ids += self._encoder.encode([self._image_marker])[0] if index else []
-                ids += self._encoder.encode_hidden(text)
+            for text in _MARK.split(part):
+                marker = self._markers.get(text)
+                ids += self._encoder.encode_hidden(text) if marker is None else self._encoder.encode([marker])[0]
         return tuple(ids)
 
 

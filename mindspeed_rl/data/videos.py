@@ -24,6 +24,7 @@ import numpy as np
 
 from mindspeed_rl.bounds import is_number
 from mindspeed_rl.data.conversation import MalformedRowError
+from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
 from mindspeed_rl.files import read_json
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _RATES, _COUNTS = ("fps", "sample_fps"), ("num_frames", "nframes")
 _KNOWN = ("type", *_SOURCES, *_RATES, *_COUNTS)
 #: a text of a clip's header
 _CLIP = "mindspeed_rl.clip"
+#: first bytes of a PNG, which no video has
+_PNG = b"\x89PNG\r\n\x1a\n"
 _MAX_FILE_BYTES = 8 << 30
 _MAX_RATIO = 200
 #: pixels of a frame before resizing, and of all frames of a clip after it; pillow reads no larger picture
@@ -103,6 +106,8 @@ class Clip:
         fps: frames per second of the whole video.
         num_frames: frames of the whole video.
         indices: those that were sampled.
+        rate_from: what gave the rate or number of frames: "row", or the limits of the run or the processor, for the frames of
+            a file ("limits") and for images that are frames, of which it is the rate ("frames").
     """
 
     height: int
@@ -111,6 +116,7 @@ class Clip:
     fps: float
     num_frames: int
     indices: tuple[int, ...]
+    rate_from: str = "row"
 
 
 @dataclass(frozen=True)
@@ -151,12 +157,18 @@ class VideoRules:
     tokens_per_second: float
 
     @classmethod
-    def read(cls, folder: Path, config: Mapping[str, Any], images: Mapping[str, Any]) -> VideoRules | None:
+    def read(
+        cls, folder: Path, config: Mapping[str, Any], images: Mapping[str, Any], given: MediaLimits = NO_LIMITS
+    ) -> VideoRules | None:
         """Read the rules of a model; None for one that reads no videos here, as its processor has other settings.
 
         Args:
             config: its config.json.
             images: settings of the processor of images.
+            given: take the place of the processor's own limits.
+
+        Raises:
+            ValueError: the given limits leave no size or number of frames.
         """
         family = _FAMILIES.get(str(config.get("model_type")))
         processor = _read_processor(folder)
@@ -169,7 +181,8 @@ class VideoRules:
         limits = [size.get(name) for name in ("shortest_edge", "longest_edge")]
         if not family.sums_frames:  # the older names take the place of the newer ones in this class
             limits = [processor.get(name) or limit for name, limit in zip(("min_pixels", "max_pixels"), limits)]
-        low, high = (limit or default for limit, default in zip(limits, family.pixels))
+        own = (given.video_min_pixels, given.video_max_pixels)
+        low, high = (key or limit or default for key, limit, default in zip(own, limits, family.pixels))
         patch_size, merge_size = processor["patch_size"], processor.get("merge_size", 2)
         unit = (patch_size * merge_size) ** 2
         caps = None
@@ -186,10 +199,10 @@ class VideoRules:
             min_pixels=low,
             max_pixels=high,
             frame_pixels=caps,
-            min_frames=processor.get("min_frames") or 4,
-            max_frames=processor.get("max_frames") or 768,
-            fps=float(processor.get("fps") or _DEFAULT_FPS),
-            num_frames=processor.get("num_frames"),
+            min_frames=given.video_min_frames or processor.get("min_frames") or 4,
+            max_frames=given.video_max_frames or processor.get("max_frames") or 768,
+            fps=float(given.video_fps or processor.get("fps") or _DEFAULT_FPS),
+            num_frames=None if given.video_fps else processor.get("num_frames"),
             normalizes_as_images=all(
                 list(processor.get(name, of_videos)) == list(images.get(name, of_images))
                 for name, of_images, of_videos in zip(("image_mean", "image_std"), _CLIP_COLOURS, family.colours)
@@ -198,7 +211,26 @@ class VideoRules:
             frame=(config["vision_start_token_id"], config["vision_end_token_id"]),
             tokens_per_second=float(config["vision_config"].get("tokens_per_second", family.tokens_per_second)),
         )
+        if given.set_video_keys:
+            rules._check_limits(given)
         return rules if 0 < rules.min_pixels <= rules.max_pixels and rules.max_pixels >= unit else None
+
+    def _check_limits(self, given: MediaLimits) -> None:
+        """Raise ValueError where the limits of a run, with the processor's others, leave nothing."""
+        step, unit = self.temporal_patch_size, self.factor**2 * (self.temporal_patch_size if self.sums_frames else 1)
+        least = step
+        for name, low, high, fewest, of in (
+            ("frames", self.min_frames, self.max_frames, least, f"frames of this model come in steps of {step}"),
+            ("pixels", self.min_pixels, self.max_pixels, unit, f"a token of this model has {unit} pixels"),
+        ):
+            if not low <= high or high < fewest:
+                sources = [
+                    f"video_{end}_{name}={value}" + ("" if f"video_{end}_{name}" in given.set_keys else " (the processor's)")
+                    for end, value in (("min", low), ("max", high))
+                ]
+                raise ValueError(
+                    f"{', '.join(sources)}: {of}, so the most {name} are {fewest} or more, and not below the fewest"
+                )
 
     def describe(self) -> str:
         """Return rate and limits as a phrase."""
@@ -283,6 +315,24 @@ class VideoRules:
             return num_frames * max(min(self.frame_pixels, self.max_pixels // num_frames), least)
         return max(min(self.max_pixels, self.frame_pixels * self.temporal_patch_size // num_frames), least)
 
+    def check_frames(self, clip: Clip) -> None:
+        """Check that these rules sample the frames of a clip, where its row has not chosen them.
+
+        Raises:
+            VideoError: other limits have sampled them.
+        """
+        indices, fps = clip.indices, clip.fps
+        if clip.rate_from == "limits":
+            indices = self.sample(clip.num_frames, clip.fps)
+        elif clip.rate_from == "frames":
+            fps = self.fps
+        if (indices, fps) != (clip.indices, clip.fps) or len(clip.indices) > self.max_frames:
+            raise VideoError(
+                f"a video was preprocessed to {len(clip.indices)} frames of {clip.num_frames}, by other limits than"
+                f" video_fps={self.fps:g}, video_min_frames={self.min_frames} and video_max_frames={self.max_frames} of this"
+                " run; preprocess with the same ones"
+            )
+
     def grid(self, clip: Clip) -> tuple[int, int, int]:
         """Return time, rows and columns in patches."""
         times = -(-len(clip.indices) // self.temporal_patch_size)
@@ -351,6 +401,11 @@ class VideoSource:
         if isinstance(place, dict):
             return cls(base64.b64decode(place["base64"]), rate, count)
         return cls(tuple(place) if isinstance(place, list) else place, rate, count)
+
+    @property
+    def is_clip(self) -> bool:
+        """True for bytes that begin as a clip does; other frames of it cannot be sampled."""
+        return isinstance(self.place, bytes) and self.place.startswith(_PNG) and self.rate is self.count is None
 
     @property
     def name(self) -> str:
@@ -500,7 +555,8 @@ def _decode_file(source: VideoSource, path: str, rules: VideoRules) -> bytes:
             frames.append(_resize(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB), size))
     finally:
         capture.release()
-    return _write_clip(frames, Clip(*size, (height, width), fps, num_frames, indices))
+    rate_from = "limits" if source.rate is None and source.count is None else "row"
+    return _write_clip(frames, Clip(*size, (height, width), fps, num_frames, indices, rate_from))
 
 
 def _join_images(source: VideoSource, places: tuple[str, ...], rules: VideoRules, open_frame: Callable[[str], Image]) -> bytes:
@@ -524,7 +580,8 @@ def _join_images(source: VideoSource, places: tuple[str, ...], rules: VideoRules
                 f" {shape[1]} x {shape[0]}; all have the same size"
             )
         frames.append(_resize(frame, size))
-    return _write_clip(frames, Clip(*size, shape, source.rate or rules.fps, len(places), tuple(range(len(places)))))
+    rate_from = "frames" if source.rate is None else "row"
+    return _write_clip(frames, Clip(*size, shape, source.rate or rules.fps, len(places), tuple(range(len(places))), rate_from))
 
 
 @contextmanager
@@ -590,7 +647,8 @@ def read_clip(image: Image) -> Clip | None:
         source_height, source_width = map(int, values["source_size"])
         size, source_size = (int(values["height"]), int(values["width"])), (source_height, source_width)
         indices = tuple(map(int, values["indices"]))
-        clip = Clip(*size, source_size, float(values["fps"]), int(values["num_frames"]), indices)
+        rate_from = str(values.get("rate_from", "row"))  # clips of earlier releases do not tell
+        clip = Clip(*size, source_size, float(values["fps"]), int(values["num_frames"]), indices, rate_from)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise VideoError(f"has a clip with a broken header: {error}") from error
     is_ordered = bool(clip.indices) and list(clip.indices) == sorted(clip.indices) and clip.indices[0] >= 0

@@ -169,8 +169,9 @@ class PromptFormat:
         """
         if self._template is None:
             raise ValueError("--tools and --agent-loop need a chat template: --prompt-type NAME or --hf-chat-template")
-        marker = "" if self.image_reader is None else self.image_reader.marker
-        return ChatTurns(self._template, self.tokenizer, thinking=self._thinking, has_tools=has_tools, image_marker=marker)
+        image, video = ("", "") if self.image_reader is None else (self.image_reader.marker, self.image_reader.video_marker)
+        options: dict[str, Any] = {"thinking": self._thinking, "image_marker": image, "video_marker": video}
+        return ChatTurns(self._template, self.tokenizer, has_tools=has_tools, **options)
 
     def _plain(self, conversation: Conversation) -> list[int]:
         if conversation.system or len(conversation.messages) != 1 or conversation.tools:

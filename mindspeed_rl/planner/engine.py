@@ -16,6 +16,7 @@ from mindspeed_rl.models.costs import (
     state_bytes_per_sequence,
 )
 from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.quantized_names import is_quantized
 from mindspeed_rl.models.vision import TOWER
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.planner.devices import GIB
@@ -74,18 +75,20 @@ def plan_engine(run: RunShape) -> Engine | None:
     model_config, architecture = run.actor.plan.model_config, run.actor.plan.architecture
     itemsize, tensor = 2 if generate.dtype == "bfloat16" else 4, engines.tensor
     elements = _count_rollout_elements(architecture, model_config, tensor, engines.expert_ranks)
-    weights, matrix_itemsize = elements * itemsize, itemsize
+    int8 = 0
     if generate.quantization is not None:
-        # embedding and head keep their format; scales are below a hundredth
-        kept = model_config.vocab_size * model_config.hidden_size * (1 + model_config.untie_embeddings_and_output_weights)
-        matrix_itemsize = 1
-        weights -= (elements - kept // tensor) * (itemsize - 1)
+        # scales are below a hundredth
+        int8 = _count_rollout_elements(architecture, model_config, tensor, engines.expert_ranks, quantized=True)
+    weights = elements * itemsize - int8 * (itemsize - 1)
     if model_config.multi_latent_attention:
         # the engine stores what its absorbed products need in addition to the projection itself
         widths = (model_config.qk_head_dim or 0) + (model_config.v_head_dim or 0)
         elements = model_config.num_attention_heads // tensor * widths * (model_config.kv_lora_rank or 0)
         weights += model_config.num_layers * elements * itemsize
-    packed = 0 if run.device.sleeps else _count_packed_elements(architecture, model_config, tensor) * matrix_itemsize
+    packed = 0
+    if not run.device.sleeps:
+        is_int8 = generate.quantization is not None
+        packed = int8 + _count_packed_elements(architecture, model_config, tensor, quantized=is_int8) * itemsize
     adapters = 0
     if generate.lora_push == "adapter":
         rank = engine_adapter_rank(run.cfg.actor_config.lora_r)
@@ -134,8 +137,10 @@ def plan_engine(run: RunShape) -> Engine | None:
 
 
 @lru_cache(maxsize=256)
-def _count_rollout_elements(architecture: Architecture, model_config: ModelConfig, tensor: int, expert_ranks: int) -> int:
-    """Count the weights of one rank of the rollout engine, under the engine's rules of sharding.
+def _count_rollout_elements(
+    architecture: Architecture, model_config: ModelConfig, tensor: int, expert_ranks: int, *, quantized: bool = False
+) -> int:
+    """Count the weights of one rank of the rollout engine, under the engine's rules of sharding; or those in int8 only.
 
     Query, key and value are sharded by heads (a rank has one key/value head at least), the low-rank down projections of latent
     attention are replicated, and experts are spread over `expert_ranks` where those are above 1.
@@ -146,10 +151,16 @@ def _count_rollout_elements(architecture: Architecture, model_config: ModelConfi
         if op.copy_of_tied or op.section == "mtp":
             continue
         if op.axis == "etp" and expert_ranks > 1:
-            total += math.prod(op.shard_shape()) // expert_ranks
+            size = math.prod(op.shard_shape()) // expert_ranks
         else:
-            total += _on_engine_rank(op, model_config, tensor)
+            size = _on_engine_rank(op, model_config, tensor)
+        total += size * _count_quantized(op) // sum(map(math.prod, op.shapes)) if quantized else size
     return total
+
+
+def _count_quantized(op: WeightOp) -> int:
+    """Count the elements of the HF tensors of a row of the table that engines have in int8."""
+    return sum(math.prod(shape) for name, shape in zip(op.hf, op.shapes) if len(shape) == 2 and is_quantized(name))
 
 
 def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int:
@@ -176,8 +187,12 @@ def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int
 
 
 @lru_cache(maxsize=256)
-def _count_packed_elements(architecture: Architecture, model_config: ModelConfig, tensor: int) -> int:
+def _count_packed_elements(
+    architecture: Architecture, model_config: ModelConfig, tensor: int, *, quantized: bool = False
+) -> int:
     """Count the elements that a rank of the CPU's engine also holds packed: of large linear layers and the head.
+
+    With `quantized` those in int8 are left out: engines hold all of these packed, of any size.
 
     Matrices that the engine has as one (query, key and value; gate and up) count as one here too.
     """
@@ -187,6 +202,8 @@ def _count_packed_elements(architecture: Architecture, model_config: ModelConfig
     for op in ops:
         is_lookup = op.section == "pre" and not tied and not op.mcore.startswith(TOWER)
         if op.copy_of_tied or op.section == "mtp" or op.axis == "etp" or is_lookup or any(len(s) != 2 for s in op.shapes):
+            continue
+        if quantized and _count_quantized(op):
             continue
         size = _on_engine_rank(op, model_config, tensor)
         total += size if size >= PACKED_ELEMENTS else 0

@@ -26,10 +26,13 @@ from mindspeed_rl.planner.seconds import TimePlan
 from mindspeed_rl.planner.splits import ACCEPTED, SIZES, SoundRun, list_splits, plan_sound_memory, rank_plans
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.validation import unavailable, validate
 
 _MAX_TRAINING_LAYOUTS = 10
 #: layouts of which training state is left on the device where there is room
 _MAX_RELAXED = 5
+#: layouts that break a rule, whose sentences are compared where all layouts do
+_MAX_EXPLAINED = 8
 _CHUNKED_HEAD: dict[str, object] = {"actor_config.loss_vocab_chunk_size": HEAD_ROWS}
 _HALF_GRADIENTS: dict[str, object] = {"actor_config.grad_reduce_in_fp32": False}
 #: keys that save memory and cost time: a layout that does not fit gets one entry, and computes the vocabulary in chunks
@@ -375,6 +378,7 @@ class _Search:
         self._efficiency, self._samples = efficiency, samples
         self.smallest: MemoryPlan | None = None
         self.engine_problem = ""
+        self._violations: list[set[str]] = []  # of the first layouts that break a rule
 
     def find_layouts(self, trainers: int | None) -> list[FitResult]:
         """Search with all phases on all devices, or training on `trainers` of them and the engines on the others."""
@@ -419,7 +423,10 @@ class _Search:
         if self.smallest is None and self.engine_problem:
             return f"{text}: no engine does in phase generate; {self.engine_problem}."
         if self.smallest is None:
-            return f"{text}: no layout keeps the rules; another number of devices, or another batch, may."
+            # what all of them break is no matter of the layout
+            common = set.intersection(*self._violations) if self._violations else set()
+            reason = min(common) if common else "another number of devices, or another batch, may."
+            return f"{text}: no layout keeps the rules; {reason}"
         return f"{text}; {_describe_peak(self.smallest)}."
 
     def relax(self, results: list[FitResult]) -> list[FitResult]:
@@ -573,15 +580,24 @@ class _Search:
         """Plan the bytes of a layout; None where the values break a rule."""
         try:
             run = draft(build_run_config(self._apply(tree, values), config_name="fit"), self._request.num_nodes)
-        except ValueError:  # a ConfigError is one
+        except ValueError as error:  # a ConfigError is one
+            self._record(str(error))
             return None
-        return plan_sound_memory(run, self._device)
+        sound = plan_sound_memory(run, self._device)
+        if sound is None and len(self._violations) < _MAX_EXPLAINED:
+            self._record(*map(str, (*validate(run), *unavailable(run))))
+        return sound
 
     def _plan(self, tree: dict[str, Any], values: _Values) -> tuple[MemoryPlan, TimePlan] | None:
         """Plan a layout; None where the values break a rule."""
         sound = self._plan_memory(tree, values)
         time = None if sound is None else sound.plan_time(self._efficiency, self._samples)
         return None if sound is None or time is None else (sound.memory, time)
+
+    def _record(self, *sentences: str) -> None:
+        """Keep what a layout breaks, of the first ones."""
+        if sentences and len(self._violations) < _MAX_EXPLAINED:
+            self._violations.append(set(sentences))
 
 
 def _describe_peak(memory: MemoryPlan) -> str:

@@ -9,7 +9,6 @@ as any other, and the trained side of a comparison is quantized again from the t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -17,20 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rl.models.quantized_names import is_quantized
 from mindspeed_rl.resharding.exchange import Exchange, ReadsSlices
 from mindspeed_rl.resharding.layouts import Slice, relative_index
 from mindspeed_rl.resharding.trained_weights import TrainedWeights
 
 #: largest quantized element; -128 is unused, so that the range is symmetric
 _MAX = 127
-#: matrices of attention and MLP; embedding, head, norms and routers keep the format of the run
-_QUANTIZED = re.compile(r"\.layers\.\d+\.(?!.*\bexperts\b).*_proj\.weight$")
 _SCALE = "_scale"
 
 
 def quantize_side(trained: TrainedWeights) -> TrainedWeights:
     """Return the training side of a weight sync with matrices in int8, and a tensor of scales for each."""
-    names = tuple(name for name, shape in trained.shapes.items() if len(shape) == 2 and _QUANTIZED.search(name))
+    names = tuple(name for name, shape in trained.shapes.items() if len(shape) == 2 and is_quantized(name))
     shapes = dict(trained.shapes) | {name + _SCALE: (trained.shapes[name][0], 1) for name in names}
     holders = dict(trained.holders)
     for name in names:
@@ -52,7 +50,7 @@ def quantize_tensors(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) ->
         dtype: dtype of the scales.
     """
     for name, tensor in named:
-        if tensor.dim() == 2 and _QUANTIZED.search(name):
+        if tensor.dim() == 2 and is_quantized(name):
             scales = _make_scales(tensor.abs().amax(1).float(), dtype)
             yield from ((name, _quantize(tensor, scales)), (name + _SCALE, scales))
         else:

@@ -39,6 +39,11 @@ _MAX_HEAD_SHARE = 0.1
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 #: keys of a role that may be a name on a hub
 _HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
+#: models with experts, latent attention, gated delta nets or a tower that engines have in int8, and tests compare
+_INT8_MODELS = (
+    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+)
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 #: tokens whose probabilities these kernels add up at once
@@ -145,6 +150,12 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
         _check_module(plan, model.source.hf_folder)
         return
     slow = "generate_config.engine: transformers generates with it, slowly"
+    kinds = _list_kinds(plan.model_config)
+    if generate.quantization is not None and kinds and plan.architecture.name not in _INT8_MODELS:
+        raise ValueError(
+            f"generate_config.quantization ({generate.quantization}) is not available for {plan.architecture.name}, which has"
+            f" {kinds[0]}; among such models it has {', '.join(_INT8_MODELS)}; leave it out"
+        )
     if platform == "cpu" and plan.model_config.sparse_attention is not None:
         raise ValueError(
             f"actor_config: vLLM's CPU build has no sparse attention, which this model ({plan.architecture.name}) has; {slow}"
@@ -154,6 +165,17 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
             "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes only "
             f"bfloat16; set it, or {slow}"
         )
+
+
+def _list_kinds(model_config: ModelConfig) -> list[str]:
+    """Return what a model has beside the dense matrices of attention and MLP."""
+    kinds = {
+        "experts": model_config.moe_layers,
+        "latent attention": model_config.multi_latent_attention,
+        "gated delta nets": model_config.linear_attention is not None,
+        "a vision tower": model_config.vision is not None,
+    }
+    return [kind for kind, has in kinds.items() if has]
 
 
 def _check_module(plan: ModelPlan, hf_folder: Path) -> None:

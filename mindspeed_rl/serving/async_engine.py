@@ -190,7 +190,7 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
         changes["tokenizer"] = settings.tokenizer
     if settings.load_weights:
         changes["load_format"] = "auto"
-    rules = ImageRules.read(settings.hf_folder, settings.min_pixels, settings.max_pixels)
+    rules = ImageRules.read(settings.hf_folder, settings.limits)
     engine = AsyncEngine(
         build_engine_arguments(
             settings.hf_folder,

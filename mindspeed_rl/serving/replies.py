@@ -108,6 +108,7 @@ class ServerMetadata:
         version: version of the weights; -1: none yet.
         images: the fewest and the most pixels of an image, and the most images of a prompt; None for a model of text.
         videos: the most videos of a prompt; None from servers of earlier releases.
+        video_pixels: fewest and most pixels of a video, as the processor counts them; None for a model without videos.
     """
 
     num_workers: int
@@ -118,6 +119,7 @@ class ServerMetadata:
     log_probs: str | None = None
     images: list[int] | None = None
     videos: int | None = None
+    video_pixels: list[int] | None = None
 
 
 # ---------------------------------------------------------------- fields
@@ -172,6 +174,9 @@ _FINISH = _Kind(f"null, {', '.join(FINISHES)}", lambda value: value is None or (
 _FAULT = _Kind("request or server", lambda value: isinstance(value, str) and value in ("request", "server"))
 _DRAFTS = _Kind("three numbers from 0", lambda value: _is_list_of(_COUNT)(value) and len(value) == 3)
 _VIDEOS = _Kind("a number from 0, or null", lambda value: value is None or _COUNT.holds(value))
+_VIDEO_PIXELS = _Kind(
+    "two numbers from 0, or null", lambda value: value is None or (_is_list_of(_COUNT)(value) and len(value) == 2)
+)
 _IMAGES = _Kind("three numbers from 0, or null", lambda value: value is None or _DRAFTS.holds(value))
 
 _NEWS = {"events": _LIST, "version": _VERSION}
@@ -182,6 +187,7 @@ _HEALTH = {"running": _COUNT, "version": _VERSION}
 _METADATA = {"num_workers": _WORKERS, "dtype": _TEXT, "max_model_len": _POSITIVE, "version": _VERSION}
 #: fields that servers of earlier releases do not have
 _NEWER_METADATA = {"quantization": _OPTIONAL_TEXT, "log_probs": _OPTIONAL_TEXT, "images": _IMAGES, "videos": _VIDEOS}
+_NEWER_METADATA |= {"video_pixels": _VIDEO_PIXELS}
 _REPORT = {
     "num_parameters": _POSITIVE,
     "differing": _TEXTS,

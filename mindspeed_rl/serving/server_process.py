@@ -14,6 +14,7 @@ import ray
 from mindspeed_rl import platform
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.data.images import ImageRules
+from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.runtime.process import prepare_process
@@ -36,7 +37,7 @@ class ServerSettings:
         tokenizer: folder of the tokenizer; None: the folder of the weights.
         load_weights: the engine loads the folder's weights instead of waiting for a weight sync.
         heartbeat_interval_s: between two heartbeats.
-        min_pixels, max_pixels: limits of images; None: the model's own.
+        limits: limits of images and videos.
         title: title of the servers in messages, before their index.
         exact_slices: as `RunConfig` has them.
         sleeps: the engine is offloaded between its phases: others use its devices in them.
@@ -50,8 +51,7 @@ class ServerSettings:
     tokenizer: str | None = None
     load_weights: bool = False
     heartbeat_interval_s: float = 5.0
-    min_pixels: int | None = None
-    max_pixels: int | None = None
+    limits: MediaLimits = NO_LIMITS
     title: str = "rollout server"
     exact_slices: int = 0
     sleeps: bool = False
@@ -70,7 +70,7 @@ def build_service(settings: ServerSettings, engine: ServedEngine) -> RolloutServ
         engine: which other interfaces may share.
     """
     generate = settings.generate
-    rules = ImageRules.read(settings.hf_folder, settings.min_pixels, settings.max_pixels)
+    rules = ImageRules.read(settings.hf_folder, settings.limits)
     # read by `replies.read_metadata`
     metadata = {
         "num_workers": generate.infer_tensor_parallel_size,
@@ -80,6 +80,7 @@ def build_service(settings: ServerSettings, engine: ServedEngine) -> RolloutServ
         "log_probs": describe_log_probs(settings.exact_slices),
         "images": rules and [rules.min_pixels, rules.max_pixels, generate.limit_mm_image_per_prompt],
         "videos": generate.limit_mm_video_per_prompt,
+        "video_pixels": rules and rules.video and [rules.video.min_pixels, rules.video.max_pixels],
     }
     return RolloutService(engine, metadata)
 

@@ -284,7 +284,7 @@ class RolloutServers:
                 f"its log-probs are of {reported or 'an earlier release'}, the trainer's of {expected_kind}"
                 + (how if self._settings.exact_slices else "")
             )
-        rules = ImageRules.read(self._settings.hf_folder, self._settings.min_pixels, self._settings.max_pixels)
+        rules = ImageRules.read(self._settings.hf_folder, self._settings.limits)
         expected = None if rules is None else [rules.min_pixels, rules.max_pixels, config.limit_mm_image_per_prompt]
         reported_images = metadata.images
         if expected is not None and (reported_images is None or reported_images[:2] != expected[:2]):
@@ -297,6 +297,13 @@ class RolloutServers:
             violations.append(f"it takes {reported_images[2]} images a prompt, limit_mm_image_per_prompt is {expected[2]}")
         if (metadata.videos or 0) < (videos := config.limit_mm_video_per_prompt):
             violations.append(f"it takes {metadata.videos or 0} videos a prompt, limit_mm_video_per_prompt is {videos}")
+        video_limits = None if rules is None or rules.video is None else [rules.video.min_pixels, rules.video.max_pixels]
+        if videos and video_limits is not None and metadata.video_pixels != video_limits:
+            given = "none" if metadata.video_pixels is None else " to ".join(map(str, metadata.video_pixels))
+            violations.append(
+                f"its videos have {given} pixels, the run's {video_limits[0]} to {video_limits[1]} (video_min_pixels, "
+                "video_max_pixels; `mindspeed-rl rollout --config-name` takes them from the run file)"
+            )
         if violations:
             raise ServerLostError(f"{client.name} does not fit the run: {'; '.join(violations)}")
         self.weights.num_workers[client.name] = metadata.num_workers

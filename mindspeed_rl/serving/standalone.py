@@ -26,6 +26,7 @@ from mindspeed_rl.adaptors.vllm_async import openai_app
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE, read_model_metadata
 from mindspeed_rl.config.threads import decide_threads
+from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.runtime.process import prepare_process
@@ -59,7 +60,7 @@ def serve(
     token: str,
     *,
     platform_name: str,
-    pixels: tuple[int | None, int | None] = (None, None),
+    limits: MediaLimits = NO_LIMITS,
     exact_slices: int = 0,
 ) -> None:
     """Serve until the process is interrupted, then end the engine.
@@ -71,7 +72,8 @@ def serve(
         listening: a bound socket.
         token: token that every call must have.
         platform_name: name of the device kind.
-        pixels: limits of images, as `ServerSettings` has them, and so `exact_slices`.
+        limits: limits of images and videos.
+        exact_slices: as `RunConfig` has them.
     """
     device = platform.select(platform_name)
     device.use_threads(decide_threads(None, generate.infer_tensor_parallel_size, os.environ).count)
@@ -91,8 +93,7 @@ def serve(
         platform=device.name,
         folder=None,
         with_tokenizer=True,
-        min_pixels=pixels[0],
-        max_pixels=pixels[1],
+        limits=limits,
         exact_slices=exact_slices,
         # quantized weights come from the run
         load_weights=generate.quantization is None and any(folder.glob("*.safetensors")),

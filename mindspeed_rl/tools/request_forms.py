@@ -1,8 +1,8 @@
 """Forms of requests for turns: OpenAI's chat completions, completions and responses, and Anthropic's messages.
 
-A form reads a request as messages in OpenAI's form, in which IMAGE_MARK (`data/content_marks.py`) stands for an image and
-`images` has the images as data: URLs, and writes the turns that were sampled, as one object or as server-sent events. A turn
-is recorded whole: events are written once it is complete. Sampling parameters of a request have no effect, because training
+A form reads a request as messages in OpenAI's form, in which a mark (`data/content_marks.py`) stands for an image or a video
+and `images` has both, and writes the turns that were sampled, as one object or as server-sent events. A turn is recorded whole:
+events are written once it is complete. Sampling parameters of a request have no effect, because training
 needs samples of the policy's distribution; parameters that would need something else are refused, and so are unknown ones,
 each with a sentence.
 """
@@ -19,8 +19,9 @@ from typing import ClassVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.bounds import show
-from mindspeed_rl.data.content_marks import join_texts
-from mindspeed_rl.data.images import is_embedded
+from mindspeed_rl.data.content_marks import Medium, join_texts
+from mindspeed_rl.data.images import is_embedded, make_video_reference
+from mindspeed_rl.data.videos import VIDEO_PARTS
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn
 
 #: parameters without effect: the run's sampling applies
@@ -608,28 +609,33 @@ def _read_blocks(role: str, content: object, where: str) -> list[JsonObject]:
 
 
 def _read_message(role: str, content: object, where: str) -> JsonObject:
-    """Read a message; its parts are concatenated, with IMAGE_MARK for each of its `images`.
+    """Read a message; its parts are concatenated, with a mark for each of its `images`, of which some are videos.
 
     Raises:
-        ValueError: it has something other than text and images, or an image that the user or a tool did not send.
+        ValueError: it has something other than text, images and videos, or an image that the user or a tool did not send.
     """
     parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ValueError(f"{where}: a content is a text or a list of parts, not {type(content).__name__}")
-    texts: list[str | None] = []
+    texts: list[str | Medium] = []
     images: list[str] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         text = (part.get("text") or part.get("refusal") or "") if isinstance(part, dict) else None
         if kind in _IMAGE_PARTS:
             images.append(_read_image(part, where))
-            texts.append(None)
+            texts.append(Medium.IMAGE)
+        elif kind in VIDEO_PARTS:
+            images.append(_read_video(part, where))
+            texts.append(Medium.VIDEO)
         elif kind not in _TEXT_PARTS or not isinstance(text, str):
-            raise ValueError(f"{where}: a part of type {show(kind)} is unknown; there are text and images")
+            raise ValueError(f"{where}: a part of type {show(kind)} is unknown; there are text, images and videos")
         else:
             texts.append(text)
     if images and role not in ("user", "tool"):
-        raise ValueError(f"{where}: an image in a message of the role {role!r}, but the user and tools alone send images")
+        raise ValueError(
+            f"{where}: an image or a video in a message of the role {role!r}, but the user and tools alone send them"
+        )
     return {"role": role, "content": join_texts(texts)} | ({"images": images} if images else {})
 
 
@@ -648,6 +654,26 @@ def _read_image(part: JsonObject, where: str) -> str:
     if not is_embedded(url):
         raise ValueError(f"{where}: an image must be in the request, as base64 or a data: URL, not {url[:80]!r}")
     return url
+
+
+def _read_video(part: JsonObject, where: str) -> str:
+    """Return the reference of a video of OpenAI's form; it is decoded with the prompt.
+
+    Raises:
+        ValueError: it, or a frame of it, is not part of the request, or its settings are wrong.
+    """
+    value = next((part[name] for name in VIDEO_PARTS if part.get(name) is not None), None)
+    source = value.get("url") if isinstance(value, dict) else value
+    if isinstance(source, list):
+        frames = [_read_image({"image_url": frame}, where) for frame in source]
+        part = {**part, "type": "video", "video": frames}
+    elif not isinstance(source, str) or not source.startswith("data:"):
+        text = "a video must be in the request, as a data: URL or a list of such images"
+        raise ValueError(f"{where}: {text}, not {show(source)}")
+    try:
+        return make_video_reference(part)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _read_list(body: JsonObject, name: str, *, filled: bool = False) -> list[JsonObject]:

@@ -22,7 +22,7 @@ from mindspeed_rl.config import ConfigError
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.expert_map import check_expert_map
 from mindspeed_rl.data.card import DataCard
-from mindspeed_rl.data.images import describe_images, prepare_images, read_references
+from mindspeed_rl.data.images import describe_images, list_grids, prepare_images, read_references
 from mindspeed_rl.data.indexed import check_columns, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
 from mindspeed_rl.data.tokenizer import (
@@ -307,7 +307,7 @@ def _describe_prompt_images(run: Run, prompts: PromptDataset) -> str:
     if rules is None:
         return ""
     rows = [read_references(prompts[index]["columns"]) for index in range(min(8, len(prompts)))]
-    return describe_images(rules, [[image.grid for image in prepare_images(rules, row)] for row in rows])
+    return describe_images(rules, [list_grids(prepare_images(rules, row)) for row in rows])
 
 
 def _describe_iterations(run: Run) -> Iterator[str]:

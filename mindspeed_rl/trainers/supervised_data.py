@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from mindspeed_rl.data.indexed import (
     list_packed_columns,
     read_index,
 )
+from mindspeed_rl.data.media_limits import MediaLimits
 from mindspeed_rl.data.prepared import Prepared, prepare
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.prompts import HUBS, split_slice
@@ -237,7 +238,7 @@ def _build_settings(run: Run, raw: _RawData, location: str, tokenizer: PreTraine
     config = run.config.actor_config
     kind = handler_class(raw.reading.handler)
     packs = config.pack and kind.can_pack
-    has_images = ImageRules.read(tokenizer.name_or_path, config.min_pixels, config.max_pixels) is not None
+    has_images = ImageRules.read(tokenizer.name_or_path, MediaLimits.from_keys(config)) is not None
     templates = config.prompt_type_path
     return PreprocessConfig(
         input=location,
@@ -260,8 +261,7 @@ def _build_settings(run: Run, raw: _RawData, location: str, tokenizer: PreTraine
         reward_tokens=config.reward_tokens,
         on_bad_row=config.on_bad_row,
         image_folder=config.image_folder,
-        min_pixels=config.min_pixels,
-        max_pixels=config.max_pixels,
+        **asdict(MediaLimits.from_keys(config)),
     )
 
 

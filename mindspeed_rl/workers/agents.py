@@ -56,7 +56,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         return AgentRunner(SingleTurn())
     rules = read_image_rules(run.models["actor"]) if run.config.reads_images else None
     images = None if rules is None else ImageReader.build(rules, tokenizer)
-    turns = _build_chat_turns(run, tokenizer, "" if images is None else images.marker)
+    turns = _build_chat_turns(run, tokenizer, images)
     toolbox = None if rl.tool_config_path is None else build_toolbox(rl, tokenizer, turns)
     settings = LoopSettings(
         tokenizer=tokenizer,
@@ -72,6 +72,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         tool_parser=choose_parser(rl, turns),
         images=images,
         max_images=run.generate.limit_mm_image_per_prompt,
+        max_videos=run.generate.limit_mm_video_per_prompt,
         vocab_size=run.models["actor"].plan.model_config.vocab_size,
     )
     return AgentRunner(load_agent_loop(name)(settings), toolbox)
@@ -206,7 +207,7 @@ def _run_with_tools(
     return asyncio.run(run())
 
 
-def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase, image_marker: str = "") -> ChatTurns:
+def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None = None) -> ChatTurns:
     """Build the renderer of turns with the run's chat template.
 
     The template is the one of `prompt_type`, else the tokenizer's own, else the one of raw prompts.
@@ -214,7 +215,7 @@ def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase, image_marker
     Args:
         run: the resolved run.
         tokenizer: tokenizer of the actor.
-        image_marker: see `ChatTurns`.
+        images: image reader of a model of images.
 
     Raises:
         ValueError: the template does not exist.
@@ -225,7 +226,8 @@ def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase, image_marker
     template = load_template(name, tokenizer, path=path, arguments=actor.chat_template_kwargs)
     thinking = choose_thinking(actor.enable_thinking, actor.chat_template_kwargs)
     has_tools = run.rl.tool_config_path is not None
-    return ChatTurns(template, tokenizer, thinking=thinking, has_tools=has_tools, image_marker=image_marker)
+    image, video = ("", "") if images is None else (images.marker, images.video_marker)
+    return ChatTurns(template, tokenizer, thinking=thinking, has_tools=has_tools, image_marker=image, video_marker=video)
 
 
 def list_task_columns(run: Run, agents: AgentRunner) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_rl.config import SamplingConfig
 from mindspeed_rl.data.images import IMAGES, ImageRules
+from mindspeed_rl.data.media_limits import MediaLimits
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import RoleModel
 from mindspeed_rl.observability.metrics import Metrics
@@ -27,8 +28,7 @@ _MAX_NAMES = 500
 
 def read_image_rules(model: RoleModel) -> ImageRules | None:
     """Return the rules of a model of images, with the limits of its keys; None for a model of text."""
-    config = model.config
-    return ImageRules.read(model.source.hf_folder, config.min_pixels, config.max_pixels)
+    return ImageRules.read(model.source.hf_folder, MediaLimits.from_keys(model.config))
 
 
 def build_response_columns(trajectories: Sequence[Trajectory], *, with_images: bool = False) -> dict[str, list[Any]]:

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
+from mindspeed_rl.data.media_limits import MediaLimits
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
@@ -76,8 +77,7 @@ class ServerRollout:
             with_tokenizer=run.rl.requests_have_texts,
             tokenizer=tokenizer.name_or_path if run.rl.requests_have_texts else None,
             heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
-            min_pixels=actor.min_pixels,
-            max_pixels=actor.max_pixels,
+            limits=MediaLimits.from_keys(actor),
             exact_slices=run.config.exact_slices,
         )
         self.servers = RolloutServers(run, settings, trainers.env)

@@ -19,17 +19,16 @@ from video_files import write_video
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-def test_the_engine_answers_about_the_trainers_frames(name: str, tmp_path: Path) -> None:
+def answer(name: str, tmp_path: Path, *words: str) -> dict[str, float]:
+    """What the program prints for a family: proven parameters, those in int8, and differences of log-probs by prompt."""
     example = load_script("examples/vision/make_task.py")
     folder = tmp_path / "model"
-    if name == "qwen3":
-        tiny_vision.save_for_the_example(example, folder)
+    if name != "qwen2.5":
+        tiny_vision.save_for_the_example(example, folder, experts=name == "qwen3_moe")
     else:
         example.save_model(folder)
     path = folder / "video_preprocessor_config.json"
-    size = {"shortest_edge": 784, "longest_edge": 6 * 56 * 56 if name == "qwen3" else 56 * 56}
+    size = {"shortest_edge": 784, "longest_edge": 56 * 56 if name == "qwen2.5" else 6 * 56 * 56}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"size": size}))
     videos = [
         write_video(tmp_path / "first.mp4", 41, fps=10.0),
@@ -38,9 +37,27 @@ def test_the_engine_answers_about_the_trainers_frames(name: str, tmp_path: Path)
     (tmp_path / "picture.png").write_bytes(example.draw_picture(random.Random(3))[0])
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-    command = [sys.executable, HERE / "video_rollout_program.py", folder, *videos, tmp_path / "picture.png"]
+    command = [sys.executable, HERE / "video_rollout_program.py", folder, *videos, tmp_path / "picture.png", *words]
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=patient(600))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert report.pop("proven") > 40
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_the_engine_answers_about_the_trainers_frames(name: str, tmp_path: Path) -> None:
+    report = answer(name, tmp_path)
+    assert report.pop("int8") == 0
     assert report.keys() == {"v", "viv", "iv", ""} and max(report.values()) < 1e-5, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "qwen3_moe"])
+def test_the_language_model_answers_in_int8_about_frames_of_the_tower_in_float32(name: str, tmp_path: Path) -> None:
+    report = answer(name, tmp_path, "int8")
+    assert report.pop("int8") == 3 * 4  # of each layer: query, key and value; output; gate and up; down, of an MLP or experts
+    # some token of a model with experts chooses another one
+    most = 0.3 if name == "qwen3_moe" else 0.1
+    assert report.keys() == {"v", "viv", "iv", ""} and 1e-5 < min(report.values()) and max(report.values()) < most, report

@@ -1,7 +1,7 @@
 # ruff: noqa: E402  (Megatron and vLLM must be imported after the adaptors)
 """Run by one process: vLLM answers prompts with videos and images; its tokens and log-probs are compared with the trainer's.
 
-usage: video_rollout_program.py FOLDER VIDEO VIDEO PICTURE  (a Hugging Face folder with a processor). Prints JSON.
+usage: video_rollout_program.py FOLDER VIDEO VIDEO PICTURE [int8]  (a Hugging Face folder with a processor). Prints JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import warnings
+from typing import Literal, cast
 
 warnings.filterwarnings("ignore")
 os.environ.update(MINDSPEED_RL_VISION="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
@@ -35,7 +36,7 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 
-def main(folder: str, first: str, second: str, picture: str) -> None:
+def main(folder: str, first: str, second: str, picture: str, quantization: Literal["int8"] | None = None) -> None:
     """Print the number of proven parameters and the largest differences of log-probs."""
     rules, config = ImageRules.read(folder), MegatronConfig(**KEYS)
     assert rules is not None
@@ -57,12 +58,14 @@ def main(folder: str, first: str, second: str, picture: str) -> None:
         dtype="float32",
         kv_cache_memory_gib=0.05,
         limit_mm_video_per_prompt=2,
+        quantization=quantization,
     )
     sampling = Sampling(TEMPERATURE, 12, (1,))
     rollout = VllmEngine(folder, generate, sampling, run_id="video", kv_bytes_per_token=4096, image_rules=rules)
-    pair = Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, 1)
+    pair = Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, 1, quantized=quantization is not None)
     pair.push()
-    report: dict[str, object] = {"proven": pair.prove()}
+    kinds = [parameter.dtype for parameter in rollout.get_model().parameters()]
+    report: dict[str, object] = {"proven": pair.prove(), "int8": kinds.count(torch.int8)}
     videos = [reader.read_video(video) for video in (first, {"video": second, "fps": 1.5})]
     start, end = rules.frame
     assert rules.video is not None
@@ -86,4 +89,4 @@ def main(folder: str, first: str, second: str, picture: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:5], *cast("list[Literal['int8']]", sys.argv[5:]))

@@ -110,6 +110,11 @@ ON_HOST = {
     "audit.environment": "programs that play responses again, as rewards do",
     "min_pixels": "images on the host, before the tower gets them",
     "max_pixels": "images on the host, before the tower gets them",
+    "video_fps": "frames that the host decodes",
+    "video_min_frames": "frames that the host decodes",
+    "video_max_frames": "frames that the host decodes",
+    "video_min_pixels": "frames on the host, before the tower gets them",
+    "video_max_pixels": "frames on the host, before the tower gets them",
 }
 
 

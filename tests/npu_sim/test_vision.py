@@ -17,7 +17,11 @@ def test_images_train_on_the_npu_as_on_the_cpu() -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_of_the_npu_computes_with_images_as_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", ["qwen2.5", "qwen3"])
+def test_the_engine_of_the_npu_computes_with_images_and_videos_as_transformers_does(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NPU_SIM_MEMORY_GIB", "8")
-    (report,) = run_ranks("vision_rollout", 1)
-    assert max(report["worst"]) < 1e-4  # of prompts with no, one and two images
+    (report,) = run_ranks("vision_rollout", 1, {"model": model})
+    assert report["worst"].keys() == {"", "i", "ii", "v", "vv", "viv"}
+    assert max(report["worst"].values()) < 1e-4, report["worst"]

@@ -133,6 +133,26 @@ class _DataKeys:
         "larger images are reduced to this area, in pixels; unset: the limit of the model's processor",
         "更大的图像缩小到这一像素数；不设时用模型自带的上限", range=Range.TOKENS, elsewhere="image_max_pixels",
         on_resume="order")
+    video_fps: float | None = key(None,
+        "frames of a video that are sampled in a second, where its row has no fps; unset: the rate of the model's processor",
+        "视频每秒采样的帧数，行中的视频自带 fps 时除外；不设时用模型自带的值", range=Range.POSITIVE, on_resume="order")
+    video_min_frames: int | None = key(None,
+        "fewest frames of a video that are sampled; unset: min_frames of the model's processor",
+        "一个视频最少采样的帧数；不设时用模型自带的 min_frames", range=Range.TOKENS, on_resume="order")
+    video_max_frames: int | None = key(None,
+        "most frames of a video that are sampled; unset: max_frames of the model's processor",
+        "一个视频最多采样的帧数；不设时用模型自带的 max_frames", range=Range.TOKENS, elsewhere="video_maxlen",
+        on_resume="order")
+    video_min_pixels: int | None = key(None,
+        "smaller frames are enlarged to this area, in pixels of a frame (Qwen2.5-VL) or of all frames together (Qwen3-VL, "
+        "Qwen3.5); unset: the limit of the model's processor",
+        "更小的帧放大到这一像素数：Qwen2.5-VL 为每帧，Qwen3-VL、Qwen3.5 为全部帧之和；不设时用模型自带的下限",
+        range=Range.TOKENS, on_resume="order")
+    video_max_pixels: int | None = key(None,
+        "larger frames are reduced to this area, in pixels of a frame (Qwen2.5-VL) or of all frames together (Qwen3-VL, "
+        "Qwen3.5); unset: the limit of the model's processor",
+        "更大的帧缩小到这一像素数：Qwen2.5-VL 为每帧，Qwen3-VL、Qwen3.5 为全部帧之和；不设时用模型自带的上限",
+        range=Range.TOKENS, on_resume="order")
     no_pad_to_seq_lengths: bool = key(False, "pad a micro-batch to its longest sequence, not to seq_length",
         "micro-batch 填充到其中最长序列，而不是 seq_length", on_resume="exact")
     reset_position_ids: bool = key(False, "positions restart with every sample of a pack", "打包时每个样本的位置从头开始",

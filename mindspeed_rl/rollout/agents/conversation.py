@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import time
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mindspeed_rl.data.images import ImageReader, check_images, count_videos, read_parts
+from mindspeed_rl.data.images import ImageReader, check_images, check_media_limits, has_videos, read_parts
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling, derive_seed
@@ -92,10 +93,11 @@ class AgentConversation:
         limits: TrajectoryLimits,
         images: ImageReader | None = None,
         max_images: int = 0,
+        max_videos: int = 0,
     ) -> None:
         self._prompt_ids, self._sampling, self._seed, self._engine = tuple(prompt_ids), sampling, seed, engine
         self._turns, self._tokenizer, self._limits = turns, tokenizer, limits
-        self._reader, self._max_images = images, max_images
+        self._reader, self._max_images, self._max_videos = images, max_images, max_videos
         self._prompt_images = self._start_images = sampling.images  # of the prompt, and of the start of the current sequence
         self._added_images: list[tuple[int, tuple[str, ...]]] = []  # index of a segment, and the images in it
         self._finished: list[TokenSequence] = []  # sequences that the current one has replaced
@@ -148,17 +150,28 @@ class AgentConversation:
         plain, images = self._read_messages(messages)
         return self.restart(self._expand(self._turns.render(plain), images, ()), images=images)
 
+    async def decode_videos(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """Return messages whose videos are decoded, in a thread of its own: the deadlines of all samples are kept meanwhile.
+
+        Raises:
+            VideoError: one cannot be decoded, or the model reads no videos.
+        """
+        if self._reader is None or not has_videos(messages):
+            return messages
+        return await asyncio.to_thread(self._reader.decode_messages, messages)
+
     def _read_messages(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], tuple[str, ...]]:
-        """Return messages as text, with marks of images, and the images of all of them."""
+        """Return messages as text, with marks of images and videos, and all of these in their order."""
         read = [read_parts(message.get("content")) for message in messages]
         plain: list[ChatMessage] = [{**message, "content": content} for message, (content, _) in zip(messages, read)]
-        return plain, tuple(image for _, images in read for image in images)
+        images = tuple(image for _, images in read for image in images)
+        return plain, images if self._reader is None else self._reader.decode_videos(images)
 
     def _expand(self, ids: tuple[int, ...], images: tuple[str, ...], before: tuple[str, ...]) -> tuple[int, ...]:
         """Return ids with all tokens of new images.
 
         Args:
-            before: images that the context has already.
+            before: images and videos that the context has already.
 
         Raises:
             ValueError: the model reads none or not as many, or one is broken.
@@ -167,9 +180,7 @@ class AgentConversation:
             return ids
         if self._reader is None:
             raise ValueError("the model of this run reads no images, and a message has one")
-        if (count := len(before) - count_videos(before) + len(images)) > self._max_images:
-            key = "generate_config.limit_mm_image_per_prompt"
-            raise ValueError(f"the context has {count} images, and {key} is {self._max_images}")
+        check_media_limits(before, images, self._max_images, self._max_videos)
         check_images(images)
         ((expanded, _),), _ = self._reader.expand([(list(ids), [])], images)
         return tuple(expanded)

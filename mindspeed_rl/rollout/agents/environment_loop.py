@@ -46,7 +46,7 @@ class _ObjectEpisodes:
         try:
             opening = await environment.reset(task.row)
             if opening:
-                conversation.restart_with(opening)
+                conversation.restart_with(await conversation.decode_videos(opening))
             has_room = True
             while has_room:
                 turn = await conversation.reply()
@@ -54,6 +54,6 @@ class _ObjectEpisodes:
                 conversation.reward(reward)
                 if done or not conversation.can_continue(turn):
                     break
-                has_room = conversation.add_messages(messages)
+                has_room = conversation.add_messages(await conversation.decode_videos(messages))
         finally:
             await environment.close()

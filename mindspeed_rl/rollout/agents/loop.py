@@ -71,7 +71,7 @@ class LoopSettings:
         folders: with modules of the user, for programs of environments.
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
         images: image reader of a model of images; None for a model of text.
-        max_images: largest number of images of a context.
+        max_images, max_videos: largest numbers of images and videos of a context.
         vocab_size: ids that the model can read are below it; None: the tokenizer's.
         texts: one thread for the chat template and the tokenizer, which are used by one at a time: texts of programs may be
             long, and the event loop keeps the deadlines of all samples.
@@ -90,6 +90,7 @@ class LoopSettings:
     tool_parser: str = DEFAULT_PARSER
     images: ImageReader | None = None
     max_images: int = 0
+    max_videos: int = 0
     vocab_size: int | None = None
     texts: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "texts"), compare=False, repr=False)
 
@@ -158,6 +159,7 @@ class AgentLoop(ABC):
             settings.limits,
             settings.images,
             settings.max_images,
+            settings.max_videos,
         )
 
 

@@ -88,8 +88,10 @@ class RolesLoop(AgentLoop):
             role, messages = await environment.reset(task.row)
             # a role without room, or with its last turn, ends the episode only where it is to speak again
             while role is not None and role not in closed:
-                if role not in conversations:
+                if is_new := role not in conversations:
                     conversations[role] = self._start(role, task, engine)
+                messages = await conversations[role].decode_videos(messages)
+                if is_new:
                     has_room = not messages or conversations[role].restart_with(messages)
                 else:
                     has_room = conversations[role].add_messages(messages)
@@ -121,6 +123,7 @@ class RolesLoop(AgentLoop):
             self._limits,
             settings.images,
             settings.max_images,
+            settings.max_videos,
         )
 
 

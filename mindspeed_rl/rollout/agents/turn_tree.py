@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from mindspeed_rl.bounds import MAX_CHARACTERS_PER_TOKEN, add_numbers, check_depth, check_token_ids, show
 from mindspeed_rl.data.conversation import MalformedRowError
-from mindspeed_rl.data.images import check_images, count_videos
+from mindspeed_rl.data.images import check_images, check_media_limits
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.agents.conversation import strip_end
 from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
@@ -326,13 +326,13 @@ class TurnTree:
         Raises:
             ValueError: the model reads none or not as many, or one is broken.
         """
-        new, reader, limit = tuple(image for some in images for image in some), self._settings.images, self._settings.max_images
+        new, reader = tuple(image for some in images for image in some), self._settings.images
         if not new:
             return context
         if reader is None:
             raise ValueError("the model of this run reads no images: send only text, or train a model of images")
-        if (count := len(context.images) - count_videos(context.images) + len(new)) > limit:
-            raise ValueError(f"the context has {count} images, and generate_config.limit_mm_image_per_prompt is {limit}")
+        check_media_limits(context.images, new, self._settings.max_images, self._settings.max_videos)
+        new = reader.decode_videos(new)
         check_images(new)
         ((expanded, _),), _ = reader.expand([(list(context.added), [])], new)
         return replace(context, added=tuple(expanded), images=(*context.images, *new))

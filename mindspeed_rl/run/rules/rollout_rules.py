@@ -242,9 +242,6 @@ def _engine_settings(run: Run) -> Iterator[Broken]:
     if additional.get("enable_fused_mc2"):
         text = "keeps the weights of experts in the NZ layout, which no weight sync can write; remove it"
         yield _own_setting("additional_config.enable_fused_mc2", text)
-    if run.config.platform == "npu" and generate.limit_mm_video_per_prompt:
-        text = "[limit_mm_video_per_prompt:is] is not available on npu: no run with vllm-ascend has videos yet; SFT reads them"
-        yield violate("npu_videos", text, {"limit_mm_video_per_prompt": 0})
     if run.config.platform == "npu" and generate.kv_cache_dtype != "auto":
         text = "[kv_cache_dtype:is] is not available on npu: vllm-ascend's attention writes keys and values as they are"
         yield violate("npu_kv_cache_dtype", text, {"kv_cache_dtype": "auto"})
@@ -390,14 +387,18 @@ def _quantization(run: Run) -> Iterator[Broken]:
         return
     actor, metadata, drafts = cfg.with_shape("actor_config"), cfg.model_metadata.get("actor_config"), generate.drafts or {}
     gated = metadata is not None and metadata.shape.linear_heads
-    is_npu = cfg.platform == "npu"
+    is_npu, unseen = cfg.platform == "npu", "on npu: no run with vllm-ascend has proven its layout yet; cpu has it"
     for is_on, other, reason in (
         (cfg.platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
         (is_npu and generate.dtype == "float32", "dtype", "in float32 on npu: vllm-ascend has it for bfloat16"),
-        (not _is_dense(run) and actor.num_experts, None, "with the experts of this model: only dense matrices are quantized"),
-        (actor.multi_latent_attention, None, "with latent attention, which computes further matrices from its weights"),
-        (gated, None, "with the gated delta nets of this model"),
-        (cfg.reads_images, None, "with a model of images"),
+        (is_npu and not _is_dense(run) and actor.num_experts, None, f"with the experts of this model {unseen}"),
+        (is_npu and actor.multi_latent_attention, None, f"with latent attention {unseen}"),
+        (is_npu and gated, None, f"with the gated delta nets of this model {unseen}"),
+        (is_npu and cfg.reads_images, None, f"with a model of images {unseen}"),
+        (
+            not _is_dense(run) and actor.num_experts and generate.enable_expert_parallel,
+            *("enable_expert_parallel", "with enable_expert_parallel, where engines share experts: no run has proven it yet"),
+        ),
         (generate.lora_push == "adapter", "lora_push", "next to an adapter; merged works"),
         (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),
     ):

@@ -1,10 +1,12 @@
-"""vllm-ascend on the simulated NPU with prompts that have images; transformers on the CPU computes the log-probs once more."""
+"""vllm-ascend on the simulated NPU with prompts of images and videos; transformers on the CPU computes the log-probs again."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,8 @@ NEW_TOKENS = 6
 
 
 def main() -> None:
-    """One engine, whose prompts have no, one and two images."""
-    rank_settings()
+    """One engine, whose prompts have images and videos, none, one and several."""
+    family = rank_settings()["model"]
     os.environ["MINDSPEED_RL_VISION"] = "1"
     from mindspeed_rl import adaptors, platform
     from mindspeed_rl.config import GenerateConfig
@@ -27,58 +29,81 @@ def main() -> None:
     from safetensors.torch import load_file
     from scripts import load_script
     from transformers import AutoModelForImageTextToText
+    from video_files import write_video
 
-    from mindspeed_rl.data.images import ImageRules, prepare_images
+    from mindspeed_rl.data.images import ImageReader, ImageRules, StoredImage, list_parts
+    from mindspeed_rl.data.media_limits import MediaLimits
+    from mindspeed_rl.data.tokenizer import load_tokenizer
     from mindspeed_rl.rollout.requests import Sampling
     from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
     example = load_script("examples/vision/make_task.py")
     folder = Path(os.environ["NPU_SIM_REPORT_DIR"], "model")
-    tiny_vision.save_for_the_example(example, folder)
+    if family == "qwen3":
+        tiny_vision.save_for_the_example(example, folder)
+    else:
+        example.save_model(folder)
+    # the processor's own limits would make smaller frames
+    path = folder / "video_preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"size": {"shortest_edge": 784, "longest_edge": 1568}}))
+    limits = MediaLimits(video_max_pixels=6 * 56 * 56 if family == "qwen3" else 56 * 56)
     pictures = []
     for index in range(2):
         pictures.append(str(folder / f"{index}.png"))
         Path(pictures[-1]).write_bytes(example.draw_picture(random.Random(index))[0])
-    rules = ImageRules.read(folder)
-    assert rules is not None
+    rules = ImageRules.read(folder, limits)
+    assert rules is not None and rules.video is not None
+    reader = ImageReader.build(rules, load_tokenizer(str(folder)))
+    files = [write_video(folder / "long.avi", 41, fps=10.0), write_video(folder / "wide.avi", 33, 48, 80, fps=11.0, seed=1)]
+    videos = [reader.read_video(str(file)) for file in files]
     dist.init_process_group("hccl")
     config = GenerateConfig(
         infer_tensor_parallel_size=1,
         max_num_seqs=4,
-        max_model_len=64,
-        max_num_batched_tokens=256,
+        max_model_len=256,
+        max_num_batched_tokens=512,
         dtype="float32",
         gpu_memory_utilization=0.05,
         enforce_eager=True,
         enable_prefix_caching=False,
         limit_mm_image_per_prompt=2,
+        limit_mm_video_per_prompt=2,
     )
     engine = VllmEngine(folder, config, Sampling(1.0, NEW_TOKENS, (1,)), run_id="v", kv_bytes_per_token=4096, image_rules=rules)
     engine.restore_memory("weights")
     engine.load_weights(((name, t.to("npu")) for name, t in load_file(folder / "model.safetensors").items()), 0)
     engine.restore_memory("cache")
     reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    worst = []
-    for count in range(3):
-        images = prepare_images(rules, pictures[:count])
-        prompt = [40]
-        for image in images:
-            prompt += [rules.frame[0], *[rules.token_id] * image.num_tokens, rules.frame[1], 41 + count]
-        sampling = Sampling(1.0, NEW_TOKENS, (1,), images=tuple(pictures[:count]))
-        engine.add_request(str(count), prompt, sampling, 5 + count)
+    start, end = rules.frame
+    marks = {"i": [start, rules.token_id, end], "v": [start, rules.video.token_id, end]}
+    worst = {}
+    for number, kinds in enumerate(("", "i", "ii", "v", "vv", "viv")):
+        following = {"i": iter(pictures), "v": iter(videos)}
+        media = tuple(next(following[kind]) for kind in kinds)
+        turns = [([40, *(id_ for kind in kinds for id_ in [*marks[kind], 41])], [])]
+        ((prompt, _),), stored = reader.expand(turns, media)
+        engine.add_request(kinds, prompt, Sampling(1.0, NEW_TOKENS, (1,), images=media), 5 + number)
         done = {}
         while not done:
             done.update(engine.step())
-        completion = done[str(count)]
+        completion = done[kinds]
         row = torch.tensor([[*prompt, *completion.token_ids]])
-        inputs = {"mm_token_type_ids": (row == rules.token_id).int()}
-        if images:
-            grids = torch.tensor([image.grid for image in images])
-            inputs |= {"pixel_values": torch.cat([image.read() for image in images]), "image_grid_thw": grids}
+        inputs: dict[str, Any] = {"mm_token_type_ids": (row == rules.token_id).int() + 2 * (row == rules.video.token_id).int()}
+        # what the model has sampled is text
+        inputs["mm_token_type_ids"][:, len(prompt) :] = 0
+        images = [one for one in stored if isinstance(one, StoredImage)]
+        clips = [one for one in stored if not isinstance(one, StoredImage)]
+        for names, some in ((("pixel_values", "image_grid_thw"), images), (("pixel_values_videos", "video_grid_thw"), clips)):
+            if some:
+                patches = torch.cat([part.read() for part in list_parts(some)])
+                inputs |= dict(zip(names, (patches, torch.tensor([one.grid for one in some]))))
+        if clips and not rules.video.has_timestamps:
+            steps = [rules.video.compute_time_step(one.clip) / rules.video.tokens_per_second for one in clips]
+            inputs["second_per_grid_ts"] = torch.tensor(steps)
         with torch.no_grad():
             logits = reference(input_ids=row, **inputs).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        worst.append(float((expected - torch.tensor(completion.log_probs)).abs().max()))
+        worst[kinds] = float((expected - torch.tensor(completion.log_probs)).abs().max())
     import simulator
 
     report({"worst": worst, "calls": {name: number for name, number in simulator.calls.items() if name.startswith("npu::")}})

@@ -30,6 +30,7 @@ from mindspeed_rl.data.images import (
     read_references,
     split_images,
 )
+from mindspeed_rl.data.media_limits import MediaLimits
 from mindspeed_rl.data.preprocess import run
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
@@ -222,11 +223,11 @@ def test_a_wrong_image_is_named_with_its_row_or_left_out(rules: ImageRules, tmp_
 
 def test_limits_without_a_size_and_a_model_of_text_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="min_pixels=784, max_pixels=700"):
-        ImageRules.read(folder, max_pixels=700)
+        ImageRules.read(folder, MediaLimits(max_pixels=700))
     (tmp_path / "config.json").write_text("{}")
     assert ImageRules.read(tmp_path) is None
     with pytest.raises(ValueError, match="max_pixels: the model .* reads no images"):
-        ImageRules.read(tmp_path, max_pixels=700)
+        ImageRules.read(tmp_path, MediaLimits(max_pixels=700))
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match="no preprocessor_config.json"):
         ImageRules.read(tmp_path)
@@ -393,7 +394,7 @@ def test_a_dataset_of_other_limits_is_refused(folder: Path, tmp_path: Path) -> N
     row = {"messages": [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]}
     data = write(tmp_path / "rows.jsonl", [row | {"images": [str(tmp_path / "one.png")]}])
     preprocess(folder, data, tmp_path / "set", max_pixels=28 * 28 * 4)
-    InstructionDataset(tmp_path / "set", image_rules=ImageRules.read(folder, max_pixels=28 * 28 * 4))
+    InstructionDataset(tmp_path / "set", image_rules=ImageRules.read(folder, MediaLimits(max_pixels=28 * 28 * 4)))
     with pytest.raises(ValueError, match="preprocessed to 4 x 4 patches, and is 6 x 6"):
         InstructionDataset(tmp_path / "set", image_rules=ImageRules.read(folder))
 

@@ -29,6 +29,7 @@ from mindspeed_rl.data.images import (
     read_references,
     split_images,
 )
+from mindspeed_rl.data.media_limits import MediaLimits
 from mindspeed_rl.data.preprocess import run
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
@@ -46,12 +47,22 @@ import numpy as np, torch
 from transformers import AutoVideoProcessor, AutoImageProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata, read_video_opencv
 from mindspeed_rl.data.images import ImageRules, StoredVideo, prepare_images, read_references
+from mindspeed_rl.data.media_limits import MediaLimits
 from mindspeed_rl.data.prompts import PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
-folder, data = sys.argv[1:]
-rules = ImageRules.read(folder)
+folder, data, limits = sys.argv[1:]
+limits = MediaLimits(**json.loads(limits))
+rules = ImageRules.read(folder, limits)
 kind = Qwen3VLProcessor if rules.video.has_timestamps else Qwen2_5_VLProcessor
-image_processor, video_processor = (one.from_pretrained(folder) for one in (AutoImageProcessor, AutoVideoProcessor))
+own = json.loads((Path(folder) / "video_preprocessor_config.json").read_text())
+# by the processor's names
+given = {"fps": limits.video_fps, "min_frames": limits.video_min_frames, "max_frames": limits.video_max_frames}
+given = {name: value for name, value in given.items() if value is not None}
+sizes = dict(shortest_edge=limits.video_min_pixels, longest_edge=limits.video_max_pixels)
+given["size"] = own["size"] | {name: value for name, value in sizes.items() if value is not None}
+image_processor = AutoImageProcessor.from_pretrained(folder)
+video_processor = AutoVideoProcessor.from_pretrained(folder, **given)
+default_fps = limits.video_fps or 2.0
 parts = image_processor, load_tokenizer(folder), video_processor
 processor = kind(*parts)
 settings = PromptSettings(image_rules=rules, prompt_type="hf")
@@ -66,9 +77,9 @@ for item, line in zip(prompts, Path(data).read_text().splitlines(), strict=True)
         if isinstance(video["video"], list):
             frames = np.stack([np.asarray(Image.open(path)) for path in video["video"]])
             indices = list(range(len(frames)))
-            one = VideoMetadata(total_num_frames=len(frames), fps=video.get("fps", 2.0), frames_indices=indices)
+            one = VideoMetadata(total_num_frames=len(frames), fps=video.get("fps", default_fps), frames_indices=indices)
         else:
-            rate = {"num_frames": video["num_frames"]} if "num_frames" in video else {"fps": video.get("fps", 2.0)}
+            rate = {"num_frames": video["num_frames"]} if "num_frames" in video else {"fps": video.get("fps", default_fps)}
             frames, one = read_video_opencv(video["video"], partial(parts[2].sample_frames, **rate))
             one.frames_indices = [int(index) for index in one.frames_indices]
         videos.append(torch.from_numpy(frames.transpose(0, 3, 1, 2).copy()))
@@ -105,9 +116,12 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("capped", [False, True])
-def test_ids_patches_and_times_are_those_of_the_models_own_processor(family: str, capped: bool, tmp_path: Path) -> None:
-    limits = {"cap_pixels_per_frame": True, "max_video_tokens": 4} if capped else {}
+@pytest.mark.parametrize("kind", ["plain", "capped", "limits"])
+def test_ids_patches_and_times_are_those_of_the_models_own_processor(family: str, kind: str, tmp_path: Path) -> None:
+    limits = {"cap_pixels_per_frame": True, "max_video_tokens": 4} if kind == "capped" else {}
+    keys: dict[str, object] = {}
+    if kind == "limits":
+        keys = {"video_fps": 3.0, "video_min_frames": 2, "video_max_frames": 10, "video_max_pixels": 56 * 56 * 4}
     folder = make_video_folder(tmp_path, family, min_frames=4, max_frames=16, **limits)
     paths = [
         write_video(tmp_path / f"{index}.{'avi' if index % 2 else 'mp4'}", *shape, fps=fps, seed=index)
@@ -131,7 +145,7 @@ def test_ids_patches_and_times_are_those_of_the_models_own_processor(family: str
         {"prompt": "<video>", "videos": [{"video": frames[:4], "fps": 0.7}]},
     ]
     data = write(tmp_path / "rows.jsonl", [row | {"labels": "x"} for row in rows])
-    assert run_program(_PROGRAM, folder, data) == ["equal", str(len(rows))]
+    assert run_program(_PROGRAM, folder, data, json.dumps(keys)) == ["equal", str(len(rows))]
 
 
 # ---------------------------------------------------------------------- forms
@@ -291,6 +305,53 @@ def test_a_preprocessed_row_has_the_media_of_its_raw_row_and_a_pack_those_of_its
         ids = [sample["input_ids"][start:end] for start, end in zip([0, *ends], ends)]
         seen += [len(media) for media in split_images(sample["images"], ids)]
     assert len(packs) < len(rows) and sorted(seen) == sorted(len(dataset[index]["images"]) for index in range(4))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_data_set_that_was_preprocessed_with_other_limits_is_refused(family: str, tmp_path: Path) -> None:
+    folder, video = make_video_folder(tmp_path, family), str(write_video(tmp_path / "one.mp4", 40))
+    rows = [{"instruction": "<video>a", "output": "b", "videos": [video]}]
+    keys = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "hf", "tokenizer_name_or_path": str(folder)}
+    run(PreprocessConfig(input=str(write(tmp_path / "rows.jsonl", rows)), output_prefix=str(tmp_path / "set"), **keys))
+    rows[0]["videos"] = [{"video": video, "fps": 2.0}]  # the rate of the processor, but the row's own
+    run(PreprocessConfig(input=str(write(tmp_path / "own.jsonl", rows)), output_prefix=str(tmp_path / "own"), **keys))
+
+    def opened(name: str, **limits: float) -> object:
+        return InstructionDataset(tmp_path / name, image_rules=ImageRules.read(folder, MediaLimits(**limits)))[0]
+
+    assert opened("set", video_max_frames=10) and opened("own", video_fps=1.0)
+    with pytest.raises(ValueError, match=r"row 0: a video was preprocessed to 10 frames of 40, by other limits than video_fps"):
+        opened("set", video_fps=1.0)
+    with pytest.raises(ValueError, match=r"video_max_frames=6 of this run"):
+        opened("own", video_max_frames=6)
+    with pytest.raises(ValueError, match=r"a video was preprocessed to \d+ x \d+ pixels, and is"):
+        opened("set", video_max_pixels=28 * 28 * 2 * (1 if family == "qwen2_5_vl" else 10))
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"video_min_frames": 20, "video_max_frames": 8}, r"video_min_frames=20, video_max_frames=8: frames .* not below"),
+        ({"video_max_frames": 1}, r"video_min_frames=4 \(the processor's\), video_max_frames=1: .* come in steps of 2"),
+        ({"video_max_pixels": 700}, r"video_min_pixels=\d+ \(the processor's\), video_max_pixels=700: a token"),
+    ],
+)
+def test_limits_that_leave_nothing_are_refused(limits: dict[str, int], message: str, tmp_path: Path) -> None:
+    folder = make_video_folder(tmp_path, "qwen3_vl")
+    with pytest.raises(ValueError, match=message):
+        ImageRules.read(folder, MediaLimits(**limits))
+
+
+@pytest.mark.parametrize("limits", [{"video_fps": 0.0}, {"video_fps": float("nan")}, {"video_max_frames": 0}])
+def test_a_limit_that_is_no_such_number_is_refused(limits: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(limits))}=.* must be"):
+        PreprocessConfig(input="a", output_prefix="b", tokenizer_name_or_path="c", **limits)
+
+
+def test_limits_of_videos_need_a_model_that_reads_some(tmp_path: Path) -> None:
+    folder = make_video_folder(tmp_path, "qwen2_5_vl", video_processor_type="OtherVideoProcessor")
+    with pytest.raises(ValueError, match=r"video_fps: the model in .* reads no videos; leave it out"):
+        ImageRules.read(folder, MediaLimits(video_fps=1.0))
 
 
 # ---------------------------------------------------------------------- engines

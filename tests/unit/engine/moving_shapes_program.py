@@ -19,10 +19,7 @@ os.environ.update(MINDSPEED_RL_VISION="1")
 TESTS = Path(__file__).resolve().parents[2]
 sys.path += [str(TESTS), str(TESTS / "dist"), str(TESTS / "unit" / "data")]
 
-import cv2
-import numpy as np
 import torch
-from scripts import load_script
 from training_jobs import Setting, engine_of  # applies the adaptors
 
 from mindspeed_rl.data.datasets import InstructionDataset
@@ -34,28 +31,13 @@ from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.workers.stages.instruction import Instruction
 
-SIDE, SQUARE, FRAMES, BATCH, NUM_HELD_OUT = 56, 14, 4, 32, 64
-DIRECTIONS = {"l": (-1, 0), "r": (1, 0), "u": (0, -1), "d": (0, 1)}
-
-
-def write_video(path: Path, draw: random.Random) -> str:
-    """Write a video of a square that moves by 8 pixels a frame, and return the letter of its direction."""
-    letter = draw.choice(list(DIRECTIONS))
-    step, room = DIRECTIONS[letter], SIDE - SQUARE - 8 * (FRAMES - 1)
-    start = [draw.randint(0, room if axis else SIDE - SQUARE) + (8 * (FRAMES - 1) if axis < 0 else 0) for axis in step]
-    colour = [draw.randint(140, 255) for _ in range(3)]
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 2.0, (SIDE, SIDE))
-    for index in range(FRAMES):
-        frame = np.zeros((SIDE, SIDE, 3), np.uint8)
-        x, y = (begin + 8 * index * axis for begin, axis in zip(start, step))
-        frame[y : y + SQUARE, x : x + SQUARE] = colour
-        writer.write(frame)
-    writer.release()
-    return letter
+BATCH, NUM_HELD_OUT = 32, 64
 
 
 def build_dataset(folder: Path, model: Path, count: int, seed: int) -> InstructionDataset:
     """Write rows with videos, preprocess them, and open the result."""
+    from moving_shapes import write_video  # it imports transformers, so after the adaptors
+
     folder.mkdir()
     draw, rows = random.Random(seed), []
     for index in range(count):
@@ -84,13 +66,11 @@ def measure(engine: TrainEngine, stage: Instruction, held_out: InstructionDatase
 
 def main(folder: str, steps: int) -> None:
     """Train and print both accuracies."""
-    import tiny_vision  # transformers looks for torchvision when it is imported, so after the adaptors
+    # transformers looks for torchvision when it is imported, so after the adaptors
+    from moving_shapes import DIRECTIONS, save_model
 
     model = Path(folder, "model")
-    tiny_vision.save_for_the_example(load_script("examples/vision/make_task.py"), model)
-    path = model / "video_preprocessor_config.json"
-    settings = {"size": {"shortest_edge": 784, "longest_edge": FRAMES * SIDE**2}, "fps": 2, "image_mean": [0.5] * 3}
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings | {"image_std": [0.5] * 3}))
+    save_model(model)
     train = build_dataset(Path(folder, "train"), model, BATCH * 16, 1)
     held_out = build_dataset(Path(folder, "held_out"), model, NUM_HELD_OUT, 2)
     keys = {"freeze_vit": False, "freeze_aligner": False, "lr": 1e-3, "lr_warmup_iters": 10, "train_iters": steps}

@@ -121,7 +121,11 @@ def test_damaged_settings_of_a_run_are_one_sentence(tmp_path: Path, content: byt
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"generate": None}, {"min_pixels": 1, "max_pixels": 2, "exact_slices": 0, "generate": 5}]
+    "settings",
+    [
+        *({}, {"generate": None}, {"limits": {}, "exact_slices": 0, "generate": 5}),
+        {"limits": {"pixels": 1}, "exact_slices": 0, "generate": {}},
+    ],
 )
 def test_a_server_that_joins_a_run_of_another_release_is_refused_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any]

@@ -56,3 +56,9 @@ def test_what_is_no_model_is_one_sentence(tmp_path: Path, capsys: pytest.Capture
     assert "BloomForCausalLM" in capsys.readouterr().err
     assert main(["fit", *SIZES, "--model", "hf://nobody/has-this"]) == 2
     assert "nobody/has-this" in capsys.readouterr().err
+
+
+def test_a_rule_that_every_layout_breaks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"] | {"max_position_embeddings": 512}))
+    assert main(["fit", *SIZES, "--model", str(tmp_path)]) == 2
+    assert "no layout keeps the rules; generate_config.max_model_len (1024) must be at most 512" in capsys.readouterr().err

@@ -166,6 +166,9 @@ def test_the_engine_cuts_by_heads_and_spreads_experts() -> None:
         _count_rollout_elements(architecture, model_config, 1, 8)
         == 48 * (layer_cut + 4 * key_value + experts // 8) + rest + vocabulary
     )
+    # in int8: matrices of attention and experts, without norms, routers and vocabulary
+    in_int8 = 48 * (layer_cut // 8 + key_value + experts // 8)
+    assert _count_rollout_elements(architecture, model_config, 8, 1, quantized=True) == in_int8
 
 
 def test_adapters_are_all_that_trains() -> None:

@@ -110,12 +110,27 @@ def test_an_engine_whose_format_is_another_is_refused(group: None) -> None:
         read_destinations(small, small.load_weights, SHAPES, torch.bfloat16)
 
 
-def test_matrices_of_attention_and_mlp_are_quantized_and_nothing_else() -> None:
-    shapes = {f"model.layers.0.{name}.weight": (8, 8) for name in ("self_attn.q_proj", "mlp.gate", "mlp.experts.0.up_proj")}
-    shapes |= {"lm_head.weight": (8, 8), "model.layers.0.self_attn.q_proj.bias": (8,)}
+#: published names of matrices: in int8, and in the format of the run
+_IN_INT8 = (
+    "self_attn.q_proj mlp.down_proj mlp.experts.0.up_proj mlp.shared_experts.gate_proj mlp.shared_expert.up_proj "
+    "block_sparse_moe.experts.7.w2 self_attn.q_a_proj self_attn.q_b_proj self_attn.kv_a_proj_with_mqa "
+    "linear_attn.in_proj_qkv linear_attn.in_proj_qkvz linear_attn.in_proj_z linear_attn.out_proj"
+)
+_AS_THEY_ARE = (
+    "mlp.gate mlp.shared_expert_gate block_sparse_moe.gate self_attn.kv_b_proj linear_attn.in_proj_ba linear_attn.in_proj_b "
+    "linear_attn.in_proj_a"
+)
+
+
+@pytest.mark.parametrize("layers", ["model.layers.0", "model.language_model.layers.11"])
+def test_wide_matrices_of_the_language_model_are_quantized_and_nothing_else(layers: str) -> None:
+    quantized = tuple(f"{layers}.{name}.weight" for name in _IN_INT8.split())
+    others = [f"{layers}.{name}.weight" for name in _AS_THEY_ARE.split()]
+    others += ["lm_head.weight", "model.embed_tokens.weight", "visual.blocks.0.mlp.gate_proj.weight", "mtp.layers.0.fc.weight"]
+    shapes = {name: (8, 8) for name in (*others, *quantized)} | {f"{layers}.self_attn.q_proj.bias": (8,)}
     held = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
     side = quantize_side(TrainedWeights(held, shapes, None, torch.device("cpu"), 1 << 14))
-    assert side.quantized == ("model.layers.0.self_attn.q_proj.weight",)
+    assert side.quantized == quantized
 
 
 def test_fingerprints_of_bytes_are_sums_of_signed_elements_by_position() -> None:

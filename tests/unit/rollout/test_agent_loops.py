@@ -36,10 +36,10 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A character a token, with the marks of a chat and of images."""
-    marks = ("<|im_start|>", "<|im_end|>", *IMAGE_TOKENS)
+    """A character a token, with the marks of a chat, of images and of videos."""
+    marks = ("<|im_start|>", "<|im_end|>", *IMAGE_TOKENS, "<|video_pad|>")
     vocabulary = {"<pad>": 0, "<|im_end|>": END, "<|im_start|>": 2, "\n": 3} | {chr(code): code for code in range(32, 127)}
-    vocabulary |= {token: 4 + index for index, token in enumerate(IMAGE_TOKENS)}
+    vocabulary |= {token: 4 + index for index, token in enumerate((*IMAGE_TOKENS, "<|video_pad|>"))}
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     built.decoder = decoders.Fuse()
     built.add_special_tokens([AddedToken(mark, special=True) for mark in marks])

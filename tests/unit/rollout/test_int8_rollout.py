@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm_program import run_program
@@ -13,8 +14,11 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-folder, dtype_name = Path(sys.argv[1]), sys.argv[2]
+folder, dtype_name, family = Path(sys.argv[1]), sys.argv[2], sys.argv[4]
 dtype = getattr(torch, dtype_name)
+sys.path += sys.argv[5:]
+import tiny_families, tiny_hf
+
 config = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 3, "hidden_size": 128,
     "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
@@ -22,10 +26,14 @@ config = {
 }
 (folder / "config.json").write_text(json.dumps(config))
 torch.manual_seed(0)
-reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float().eval()
+named = tiny_hf.CONFIGS.get(family) or tiny_families._CONFIGS.get(family, lambda: None)()
+settings = AutoConfig.from_pretrained(folder) if named is None else named
+reference = AutoModelForCausalLM.from_config(settings, attn_implementation="eager").float().eval()
 for name, parameter in reference.named_parameters():
     parameter.data.copy_((parameter.data * 3 if parameter.dim() == 2 else parameter.data).to(dtype).float())
 reference.save_pretrained(folder / "weights")
+if family != "dense":
+    (folder / "config.json").write_text((folder / "weights" / "config.json").read_text())
 
 from safetensors.torch import load_file
 
@@ -78,31 +86,62 @@ def write(model):
     pushes[0].write(model)
 
 
-def products_in_int8(layer, inputs):
-    # W8A8 by its definition, in float32
-    weight, x = layer.weight.data, inputs[0]
-    scales = weight.abs().amax(1, keepdim=True) / 127
-    x_scales = x.abs().amax(-1, keepdim=True) / 127
-    product = torch.round(x / x_scales) @ torch.round(weight / scales).t() * x_scales * scales[:, 0]
-    return product if layer.bias is None else product + layer.bias
+def product(x, weight):
+    # W8A8 by its definition: a scale for each row of weights and each token, in float64
+    x, weight = x.double(), weight.double()
+    # a row of zeros has any scale
+    scales, x_scales = (one.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127 for one in (weight, x))
+    return torch.round(x / x_scales) @ torch.round(weight / scales).t() * x_scales * scales[:, 0]
+
+
+def linear_in_int8(layer, inputs, output):
+    done = product(inputs[0], layer.weight.data).to(inputs[0].dtype)
+    return done if layer.bias is None else done + layer.bias
+
+
+def experts_in_int8(layer, inputs, output):
+    x, ids, factors = (one.view(-1, one.shape[-1]) for one in inputs)
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for expert, factor in zip(ids[token].tolist(), factors[token].tolist()):
+            gate, up = product(x[token][None], layer.gate_up_proj.data[expert]).float().chunk(2, dim=-1)
+            inner = torch.nn.functional.silu(gate) * up
+            total[token] += factor * product(inner, layer.down_proj.data[expert])[0]
+    return total.to(output.dtype).view(output.shape)
+
+
+def hooks_in_int8():
+    for name, module in reference.named_modules():
+        if isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
+            yield module.register_forward_hook(experts_in_int8)
+        ends = name.rpartition(".")[2]
+        is_kept = ends in ("kv_b_proj", "in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate", "lm_head")
+        if isinstance(module, torch.nn.Linear) and not is_kept:
+            yield module.register_forward_hook(linear_in_int8)
+
+
+def load_changed(changed):
+    # transformers joins the experts of a published folder
+    from safetensors.torch import save_file
+
+    path = folder / "weights" / "model.safetensors"
+    save_file({name: value.float() for name, value in changed.items()}, path, {"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32).state_dict()
 
 
 report = {"exact": [], "full": [], "bytes": []}
 for push, factor in enumerate((1.0, -1.5)):
-    changed = {name: (value * factor).to(dtype) if "1.mlp.up_proj" in name else value for name, value in weights.items()}
+    ends = ("layers.1.mlp.up_proj.weight", "layers.1.mlp.experts.2.up_proj.weight", "experts.2.w3.weight")
+    changed = {name: (value * factor).to(dtype) if name.endswith(ends) else value for name, value in weights.items()}
     held.tensors = changed
     engine.load_weights(write, push)
     engine.restore_memory("cache")
     report["parameters"] = pushes[0].prove(engine.get_model(), engine.hooks.unpack(engine.get_model())).num_parameters
-    for name, parameter in reference.named_parameters():
-        parameter.data.copy_(changed[name].float())
+    reference.load_state_dict(load_changed(changed))
     requests = [GenerationRequest([5 + seed, 9, 33, 2, 77][: 2 + seed % 4], seed=seed) for seed in range(8)]
     answers = engine.generate(requests)
     for kind in ("full", "exact"):
-        hooks = [
-            module.register_forward_hook(lambda layer, inputs, output: products_in_int8(layer, inputs))
-            for name, module in reference.named_modules() if name.endswith("_proj")
-        ] if kind == "exact" else []
+        hooks = list(hooks_in_int8()) if kind == "exact" else []
         for request, answer in zip(requests, answers):
             ids = torch.tensor([request.prompt_ids + answer.token_ids])
             want = reference(ids).logits.log_softmax(-1)[0, len(request.prompt_ids) - 1 : -1]
@@ -111,8 +150,12 @@ for push, factor in enumerate((1.0, -1.5)):
         for hook in hooks:
             hook.remove()
 model = engine.get_model()
-report["dtypes"] = sorted({str(p.dtype) for n, p in model.named_parameters() if n.endswith("_proj.weight")})
-model.model.layers[1].mlp.down_proj.weight.data[3, 5] += 1
+kinds = {n.partition("layers.1.")[2]: str(p.dtype) for n, p in model.named_parameters() if "layers.1." in n}
+report["dtypes"] = sorted(n for n, kind in kinds.items() if kind == "torch.int8")
+matrices = [n for n, p in model.named_parameters() if p.dtype == torch.int8]
+report["first"] = [n.partition("layers.0.")[2] for n in matrices if "layers.0." in n]
+damaged = [p for n, p in model.named_parameters() if n.endswith(("down_proj.weight", "w2_weight"))][-1]
+damaged.data[..., 3, 5] += 1
 try:
     pushes[0].prove(model, engine.hooks.unpack(model))
 except WeightDeliveryError as error:
@@ -121,17 +164,51 @@ print(json.dumps(report))
 """
 
 
-def _run(folder: Path, dtype: str, cache: str = "auto") -> dict[str, list[float]]:
-    return run_program(PROGRAM, folder, dtype, cache)
+def _run(folder: Path, dtype: str, cache: str = "auto", family: str = "dense") -> dict[str, Any]:
+    tests = Path(__file__).parents[2]
+    return run_program(PROGRAM, folder, dtype, cache, family, tests / "dist", tests)
+
+
+_EXPERTS = "mlp.experts.routed_experts.w13_weight mlp.experts.routed_experts.w2_weight"
+_ATTENTION = "self_attn.o_proj.weight self_attn.qkv_proj.weight"
+#: matrices of the second layer that the engine has in int8, by family
+_MATRICES = {
+    "dense": f"mlp.down_proj.weight mlp.gate_up_proj.weight {_ATTENTION}",
+    "moe": f"{_EXPERTS} {_ATTENTION}",
+    "deepseek": f"{_EXPERTS} mlp.shared_experts.down_proj.weight mlp.shared_experts.gate_up_proj.weight "
+    "self_attn.fused_qkv_a_proj.weight self_attn.o_proj.weight self_attn.q_b_proj.weight",
+    "mixtral": f"{_EXPERTS.replace('mlp', 'block_sparse_moe')} {_ATTENTION}",
+    "qwen2moe": f"{_EXPERTS} mlp.shared_expert.down_proj.weight mlp.shared_expert.gate_up_proj.weight {_ATTENTION}",
+}
+_SHARED = "mlp.shared_experts.down_proj.weight mlp.shared_experts.gate_up_proj.weight"
+_LATER = {
+    "glm4_moe": f"{_EXPERTS} {_SHARED} {_ATTENTION}",
+    "minimax_m2": f"{_EXPERTS.replace('mlp', 'block_sparse_moe')} {_ATTENTION}",
+    "ernie4_5_moe": f"{_EXPERTS} {_SHARED} {_ATTENTION}",
+    "deepseek_v2": f"{_EXPERTS} {_SHARED} self_attn.kv_a_proj_with_mqa.weight self_attn.o_proj.weight self_attn.q_proj.weight",
+    "hy_v3": f"{_EXPERTS} {_SHARED.replace('shared_experts', 'shared_mlp')} {_ATTENTION}",
+}
 
 
 @pytest.mark.slow
-def test_an_int8_engine_samples_from_the_proven_quantized_weights_of_each_push(tmp_path: Path) -> None:
-    result = _run(tmp_path, "float32")
-    assert result["dtypes"] == ["torch.int8"]
+@pytest.mark.parametrize("family", [*_MATRICES, *(pytest.param(name, marks=pytest.mark.extra) for name in _LATER)])
+def test_an_int8_engine_samples_from_the_proven_quantized_weights_of_each_push(family: str, tmp_path: Path) -> None:
+    result = _run(tmp_path, "float32", family=family)
+    assert result["dtypes"] == (_MATRICES | _LATER)[family].split()
     # an element at a rounding edge of int8 may fall on either side
     assert sorted(result["exact"])[int(0.9 * len(result["exact"]))] < 1e-4 and max(result["exact"]) < 0.05
-    assert "down_proj.weight" in str(result["damaged"])
+    assert sum(result["full"]) / len(result["full"]) < 0.05
+    assert "down_proj.weight" in str(result["damaged"]) or "w2" in str(result["damaged"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["hybrid", "hybrid_moe", "qwen3_5_moe"])
+def test_gated_delta_nets_have_their_wide_projections_in_int8(family: str, tmp_path: Path) -> None:
+    result = _run(tmp_path, "bfloat16", family=family)  # the only format of vLLM's kernel
+    linear = {"linear_attn.in_proj_qkvz.weight", "linear_attn.out_proj.weight"}
+    assert linear <= set(result["first"]) and not [name for name in result["first"] if "in_proj_b" in name or "conv" in name]
+    # bfloat16 itself differs by as much
+    assert sum(result["exact"]) / len(result["exact"]) < 0.05 and sum(result["full"]) / len(result["full"]) < 0.05
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ def test_items_of_responses_bring_images_of_tools() -> None:
         ("user", [RED_URL[:-40]], "is broken"),
         ("user", ["data:image/png;base64,?"], "is not base64"),
         ("user", [RED_URL] * 4, "the context has 4 images, and generate_config.limit_mm_image_per_prompt is 3"),
-        ("system", [RED_URL], "an image in a message of the role 'system'"),
+        ("system", [RED_URL], "an image or a video in a message of the role 'system'"),
     ],
 )
 def test_an_image_that_cannot_be_read_is_a_400_with_a_sentence(role: str, urls: list[str], said: str) -> None:

@@ -424,11 +424,6 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         ["additional_config.enable_fused_mc2", "NZ layout", "remove it"],
     ),
     (
-        {"platform": "npu", G: {"limit_mm_video_per_prompt": 1}},
-        "npu_videos",
-        ["limit_mm_video_per_prompt 1", "npu"],
-    ),
-    (
         {"platform": "npu", G: {"kv_cache_dtype": "fp8"}},
         "npu_kv_cache_dtype",
         ["kv_cache_dtype fp8", "npu"],
@@ -489,7 +484,14 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: EXACT, G: {"kv_cache_dtype": "fp8"}}, *EXACT, ["kv_cache_dtype (fp8)"]),
     ({"platform": "npu", R: EXACT}, *EXACT, ["on npu", "add up in different orders", "npu_deterministic"]),
     ({R: EXACT, M: EXPERTS}, *EXACT, ["router_replay.mode (disabled)", "set R3", "one tensor-parallel rank"]),
-    ({M: EXPERTS, G: {"quantization": "int8"}}, "quantization", ["quantization (int8)", "experts of this model"]),
+    (
+        {"platform": "npu", M: EXPERTS, G: {"quantization": "int8", "dtype": "bfloat16"}},
+        *("quantization", ["quantization (int8)", "experts of this model on npu", "cpu has it"]),
+    ),
+    (
+        {M: EXPERTS, G: {"quantization": "int8", "enable_expert_parallel": True}},
+        *("quantization", ["quantization (int8)", "enable_expert_parallel", "engines share experts"]),
+    ),
     ({G: {"quantization": "int8", D: {"method": "mtp"}}}, "quantization", ["draft model", "ngram and suffix work"]),
     ({G: {D: {"method": "medusa"}}}, D, ["method", "'medusa'", "ngram, suffix, draft_model"]),
     ({G: {D: {"method": "ngram"}}}, D, ["num_speculative_tokens", "None", "from 1 to 128"]),

@@ -191,7 +191,9 @@ ELSEWHERE: dict[str, str] = {
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
     "use_remove_padding use_prefix_grouper",
     "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",
-    "workers/responses.py": "min_pixels max_pixels temperature top_p top_k min_p ignore_eos seed max_tokens stop "
+    "data/images.py": "min_pixels max_pixels",
+    "data/videos.py": "video_fps video_min_frames video_max_frames video_min_pixels video_max_pixels",
+    "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens stop "
     "stop_token_ids structured_output repetition_penalty presence_penalty frequency_penalty",
     "engine/router_replay.py": "router_replay",
     "workers/rollout_replica.py": (
