@@ -215,6 +215,16 @@ def _check_ids(name: str, ids: Array, vocab_size: int) -> None:
 
 
 @dataclass(frozen=True)
+class PassCall:
+    """A pass of a model: its loss, and the gradient unless it is `forward_only`."""
+
+    model_id: str
+    data: Sequence[Datum]
+    loss: LossCall
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
 class PassResult:
     """Results of a pass.
 

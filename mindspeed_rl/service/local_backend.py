@@ -19,9 +19,11 @@ from mindspeed_rl.config import RunConfig
 from mindspeed_rl.service.backend import (
     AdamParams,
     AdapterSpec,
+    CallError,
     Capabilities,
     Datum,
     LossCall,
+    PassCall,
     PassResult,
     SampleCall,
     SampleResult,
@@ -37,11 +39,19 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class _Work:
-    """A function of the engines, and the future of its result; `is_short` ones run before waiting training calls."""
+    """A function of the engines, and the future of its result.
 
-    function: Callable[[Tenants], object]
+    Attributes:
+        is_short: it runs before training calls that wait.
+        model_id: it concerns only this model; "" where it may concern any.
+        call: a pass, in place of a function.
+    """
+
+    function: Callable[[Tenants], object] | None
     future: Future[Any]
     is_short: bool = False
+    model_id: str = ""
+    call: PassCall | None = None
 
 
 @dataclass
@@ -101,7 +111,11 @@ class LocalBackend:
             if ends:
                 break
             if waiting:
-                _do(waiting.pop(0), tenants)
+                passes = _take_passes(waiting)
+                if passes:
+                    _do_passes(passes, tenants)
+                else:
+                    _do(waiting.pop(0), tenants)
             if tenants.is_sampling:
                 self._step(tenants)
             self._drop_samplers(tenants)
@@ -151,20 +165,28 @@ class LocalBackend:
 
     # ------------------------------------------------------------------ calls
 
-    def submit(self, function: Callable[[Tenants], _Result], *, is_short: bool = False) -> Future[_Result]:
+    def submit(
+        self, function: Callable[[Tenants], _Result], *, is_short: bool = False, model_id: str = ""
+    ) -> Future[_Result]:
         """Return the future of a function that the thread calls; one that is cancelled before it began is not called.
 
         Args:
             is_short: it runs before the training calls that wait.
+            model_id: it concerns only this model, so that passes of others need not wait for it; "" where it may concern any.
         """
-        if self._has_ended:
-            raise RuntimeError("the backend is closed")
         future: Future[_Result] = Future()
-        self._queue.put(_Work(function, future, is_short))
+        self._put(_Work(function, future, is_short, model_id))
         return future
 
-    async def _call(self, function: Callable[[Tenants], _Result], *, is_short: bool = False) -> _Result:
-        return await asyncio.wrap_future(self.submit(function, is_short=is_short))
+    def _put(self, work: _Work) -> None:
+        if self._has_ended:
+            raise RuntimeError("the backend is closed")
+        self._queue.put(work)
+
+    async def _call(
+        self, function: Callable[[Tenants], _Result], *, is_short: bool = False, model_id: str = ""
+    ) -> _Result:
+        return await asyncio.wrap_future(self.submit(function, is_short=is_short, model_id=model_id))
 
     def capabilities(self) -> Capabilities:
         """See `Backend.capabilities`."""
@@ -177,15 +199,19 @@ class LocalBackend:
 
     async def forward_backward(self, model_id: str, data: Sequence[Datum], loss: LossCall, *, forward_only: bool) -> PassResult:
         """See `Backend.forward_backward`."""
-        return await self._call(lambda tenants: tenants.forward_backward(model_id, data, loss, forward_only=forward_only))
+        future: Future[PassResult] = Future()
+        self._put(_Work(None, future, model_id=model_id, call=PassCall(model_id, data, loss, forward_only)))
+        return await asyncio.wrap_future(future)
 
     async def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
         """See `Backend.optim_step`."""
-        return await self._call(lambda tenants: tenants.optim_step(model_id, params))
+        return await self._call(lambda tenants: tenants.optim_step(model_id, params), model_id=model_id)
 
     async def save_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         """See `Backend.save_state`."""
-        await self._call(lambda tenants: tenants.save_state(model_id, folder, with_optimizer=with_optimizer))
+        await self._call(
+            lambda tenants: tenants.save_state(model_id, folder, with_optimizer=with_optimizer), model_id=model_id
+        )
 
     async def load_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         """See `Backend.load_state`."""
@@ -250,10 +276,49 @@ class LocalBackend:
         self._thread.join()
 
 
+def _take_passes(waiting: list[_Work]) -> list[_Work]:
+    """Take the passes that can be computed with the first work, where that is one: the next pass of each other model.
+
+    Work of a model stays in its order: what waits behind other work of its model, or of any, stays there.
+    """
+    first = waiting[0].call
+    if first is None:
+        return []
+    taken, kept, blocked = list[_Work](), list[_Work](), set[str]()
+    for index, work in enumerate(waiting):
+        if not work.model_id:
+            kept += waiting[index:]
+            break
+        if work.call is not None and work.model_id not in blocked and work.call.forward_only == first.forward_only:
+            taken.append(work)
+        else:
+            kept.append(work)
+        blocked.add(work.model_id)
+    waiting[:] = kept
+    return taken
+
+
+def _do_passes(passes: Sequence[_Work], tenants: Tenants) -> None:
+    """Compute passes together, without those whose callers have gone."""
+    work = [each for each in passes if each.future.set_running_or_notify_cancel()]
+    try:
+        results = tenants.run_passes([each.call for each in work if each.call is not None]) if work else []
+    except BaseException as error:  # noqa: BLE001  (raised where the calls wait)
+        for each in work:
+            each.future.set_exception(error)
+        return
+    for each, result in zip(work, results, strict=True):
+        if isinstance(result, CallError):
+            each.future.set_exception(result)
+        else:
+            each.future.set_result(result)
+
+
 def _do(work: _Work, tenants: Tenants) -> None:
     """Call the function, unless the caller has gone."""
     if not work.future.set_running_or_notify_cancel():
         return
+    assert work.function is not None  # passes are computed in another way
     try:
         work.future.set_result(cast(Any, work.function(tenants)))
     except BaseException as error:  # noqa: BLE001  (raised where the call waits)

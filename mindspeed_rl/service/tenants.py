@@ -1,8 +1,10 @@
 """Models of many clients on one base: one training engine and one rollout engine in this process.
 
-Each model is an adapter with the state of its own AdamW. A pass fills the slot of the training engine with one model's matrices
-and computes only the rows of that model, so that its gradients, weights and samples have the bits that they have without the
-others. The gradient of a model is the float32 sum of its passes since its last step.
+Each model is an adapter with the state of its own AdamW. Passes that wait together are computed together: what the base
+computes token by token once for all of them, the adapters, attention, head and loss of each by operations of their own, so that
+gradients, weights and samples of a model have the bits that they have without the others. Where a token's bits depend on other
+tokens (`_can_join_passes`), each pass has rows of one model only. The gradient of a model is the float32 sum of its passes
+since its last step.
 
 Without `lora_target_modules` there is one model, and the slot is all weights. Its samplers are folders of weights, which take
 turns in the rollout engine.
@@ -18,6 +20,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,15 +32,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mindspeed_rl import adaptors
 from mindspeed_rl.algorithms.call_losses import compute_call_loss
 from mindspeed_rl.algorithms.interfaces import LossInputs
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
+from mindspeed_rl.engine.adapter_slot import AdapterSlot, SlotRows
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
 from mindspeed_rl.engine.interface import NonFiniteError
-from mindspeed_rl.engine.lora import ATTENTION_TARGETS, MLP_TARGETS, AdapterSlot, save_peft
+from mindspeed_rl.engine.lora import ATTENTION_TARGETS, MLP_TARGETS, save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import init_distributed
+from mindspeed_rl.engine.train_engine import LossRequest
 from mindspeed_rl.engine.vocab import compute_vocab_log_probs
 from mindspeed_rl.engine.weight_slot import WeightSlot
 from mindspeed_rl.run import Run
@@ -49,6 +55,7 @@ from mindspeed_rl.service.backend import (
     Capabilities,
     Datum,
     LossCall,
+    PassCall,
     PassResult,
     SampleCall,
     SampleResult,
@@ -132,6 +139,33 @@ class _Model:
 
 
 @dataclass(frozen=True)
+class _Prepared:
+    """A pass that was checked.
+
+    Attributes:
+        rows: its data.
+        leaves: the model's matrices, whose `grad` is the gradient of only this pass; none for full weights.
+        outputs: results of the head.
+    """
+
+    call: PassCall
+    model: _Model
+    rows: Rows
+    leaves: Mapping[str, Tensor]
+    outputs: _CallHead
+
+    @property
+    def settings(self) -> LoraSettings:
+        """Settings of the model's adapter."""
+        assert self.model.settings is not None
+        return self.model.settings
+
+    def compute_loss(self, inputs: LossInputs) -> Tensor:
+        """Compute the loss of each token of a micro-batch."""
+        return compute_call_loss(self.call.loss.name, self.call.loss.config, inputs)
+
+
+@dataclass(frozen=True)
 class _Sampler:
     """What a sampler has in the rollout engine: an adapter there, None without one, and the name of the weights below it."""
 
@@ -162,9 +196,13 @@ class Tenants:
         passes = replace(build_pass_settings(run, self._tokenizer), temperature=1.0, shares_prefixes=False)
         self._role = Role("actor", model, passes, steps_per_iteration=None, has_gradients=True)
         self._engine = self._role.megatron
-        self._engine.start_gradients()
         self._trains_all = not self._role.config.lora_target_modules
+        if self._trains_all:
+            self._engine.start_gradients()
         self._slot: AdapterSlot | WeightSlot = (WeightSlot if self._trains_all else AdapterSlot)(self._role.model)
+        #: passes that had tokens of several models
+        self.num_joined_passes = 0
+        self._joins_passes = self._can_join_passes()
         self._batching = build_micro_batching(run.rl, "update", 1)
         self._filled: tuple[str, int] | None = None
         self._models: dict[str, _Model] = {}
@@ -198,6 +236,13 @@ class Tenants:
             unembed=True,
             full_weights=self._trains_all,
         )
+
+    def _can_join_passes(self) -> bool:
+        """Return whether tokens of several models in one pass have the bits that they have in passes of their own."""
+        config = self._role.model.transformer_config
+        # sums over more than two ranks, and over slices of a sequence, depend on the place of a token
+        sums_alike = config.tensor_model_parallel_size <= 2 and not config.sequence_parallel
+        return adaptors.computes_rows_apart() and sums_alike and self._engine.shape.packed and not config.num_moe_experts
 
     # ------------------------------------------------------------------ models
 
@@ -279,38 +324,105 @@ class Tenants:
         self, model_id: str, data: Sequence[Datum], loss: LossCall, *, forward_only: bool = False
     ) -> PassResult:
         """See `Backend.forward_backward`."""
-        model = self._find(model_id)
-        check_data(data, loss, self.capabilities)
-        rows, num_targets = _build_rows(data)
-        self._fill_slot(model_id, model)
-        # leaves of only this pass: a failed one leaves nothing behind
-        head = [model.matrices[name].detach().requires_grad_(not forward_only) for name in (_HEAD_A, _HEAD_B)
-                if name in model.matrices]  # fmt: skip
-        scale = 1.0 if model.settings is None else model.settings.scale
-        outputs = _CallHead(*(head or (None, None)), scale=scale, num_targets=num_targets)
-        compute = partial(compute_call_loss, loss.name, loss.config)
-        if forward_only:
-            results = self._engine.forward(rows, self._batching, outputs)
-            assert results is not None  # a world of one rank
-            losses = [_compute_host_loss(compute, rows, results, index) for index in range(len(data))]
-        else:
+        (result,) = self.run_passes([PassCall(model_id, data, loss, forward_only)])
+        if isinstance(result, CallError):
+            raise result
+        return result
+
+    def run_passes(self, calls: Sequence[PassCall]) -> list[PassResult | CallError]:
+        """Compute passes of several models together, as far as that leaves the bits of each as they are alone.
+
+        Args:
+            calls: one of each model at most; either all train, or none does.
+
+        Returns:
+            Result or error of each; an error of one changes nothing for the others.
+        """
+        results: dict[int, PassResult | CallError] = {}
+        prepared: dict[int, _Prepared] = {}
+        for index, call in enumerate(calls):
             try:
-                computed = self._engine.compute_gradients(rows, self._batching, compute, outputs)
-            except NonFiniteError as error:
-                raise CallError(f"{loss.name}: {error}; check logprobs, advantages and weights.") from error
-            assert computed is not None
-            *results, losses = computed
-            gradients = self._slot.read_gradients(model.matrices)
-            gradients |= {name: leaf.grad for name, leaf in zip((_HEAD_A, _HEAD_B), head) if leaf.grad is not None}
-            for name, gradient in gradients.items():
-                parameter = model.matrices[name]
-                parameter.grad = gradient.float().clone() if parameter.grad is None else parameter.grad.add_(gradient)
-        return PassResult(
-            tuple(
-                _build_output(datum, [column[index] for column in results], losses[index]) for index, datum in enumerate(data)
-            ),
-            {"loss:sum": math.fsum(float(term) for row in losses for term in row)},
+                prepared[index] = self._prepare(call)
+            except CallError as error:
+                results[index] = error
+        compute = self._compute_full if self._trains_all else self._compute
+        try:
+            results |= zip(prepared, compute(list(prepared.values())))
+        except Exception:
+            if len(prepared) < 2:
+                raise
+            # what fails together may be the fault of one
+            results |= {index: compute([own])[0] for index, own in prepared.items()}
+        return [results[index] for index in range(len(calls))]
+
+    def _prepare(self, call: PassCall) -> _Prepared:
+        model = self._find(call.model_id)
+        check_data(call.data, call.loss, self.capabilities)
+        rows, num_targets = _build_rows(call.data)
+        # leaves of only this pass: a failed one leaves nothing behind
+        leaves: dict[str, Tensor] = {}
+        if not self._trains_all:
+            leaves = {name: own.detach().requires_grad_(not call.forward_only) for name, own in model.matrices.items()}
+        scale = 1.0 if model.settings is None else model.settings.scale
+        outputs = _CallHead(leaves.get(_HEAD_A), leaves.get(_HEAD_B), scale=scale, num_targets=num_targets)
+        return _Prepared(call, model, rows, leaves, outputs)
+
+    def _compute(self, passes: Sequence[_Prepared]) -> list[PassResult | CallError]:
+        """Compute passes of models with adapters."""
+        if not passes:
+            return []
+        slot = self._slot
+        assert isinstance(slot, AdapterSlot)
+
+        def adapting(spans: Sequence[tuple[int, int | None]]) -> AbstractContextManager[None]:
+            own = [(passes[index], num_tokens) for index, num_tokens in spans]
+            self.num_joined_passes += len(own) > 1
+            return slot.adapting([SlotRows(count, each.leaves, each.settings) for each, count in own])
+
+        requests = [LossRequest(each.rows, each.compute_loss, each.outputs) for each in passes]
+        training = not passes[0].call.forward_only
+        computed = self._engine.compute_requests(
+            requests, self._batching, adapting, training=training, joins=self._joins_passes
         )
+        return [self._finish(each, results) for each, results in zip(passes, computed)]
+
+    def _finish(self, each: _Prepared, results: tuple[list[Tensor], ...]) -> PassResult | CallError:
+        """Add the gradient of a pass to the model's, and return its result."""
+        *log_probs, losses = results
+        wrong = [index for index, row in enumerate(losses) if not row.isfinite().all()]
+        gradients = {name: leaf.grad for name, leaf in each.leaves.items() if leaf.grad is not None}
+        if wrong or not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+            what = f"the loss of data[{wrong[0]}]" if wrong else "the gradient"
+            text = f"{each.call.loss.name}: {what} is not finite, nothing was changed; check logprobs, advantages and weights."
+            return CallError(text)
+        for name, gradient in gradients.items():
+            parameter = each.model.matrices[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return _build_result(each.call.data, log_probs, losses)
+
+    def _compute_full(self, passes: Sequence[_Prepared]) -> list[PassResult | CallError]:
+        """Compute passes of the model that trains all weights."""
+        return [self._compute_weights(each) for each in passes]
+
+    def _compute_weights(self, each: _Prepared) -> PassResult | CallError:
+        call, model = each.call, each.model
+        self._fill_slot(call.model_id, model)
+        if call.forward_only:
+            results = self._engine.forward(each.rows, self._batching, each.outputs)
+            assert results is not None  # a world of one rank
+            losses = [_compute_host_loss(each.compute_loss, each.rows, results, index) for index in range(len(call.data))]
+            return _build_result(call.data, results, losses)
+        try:
+            computed = self._engine.compute_gradients(each.rows, self._batching, each.compute_loss, each.outputs)
+        except NonFiniteError as error:
+            return CallError(f"{call.loss.name}: {error}; check logprobs, advantages and weights.")
+        assert computed is not None
+        *results, losses = computed
+        assert isinstance(self._slot, WeightSlot)
+        for name, gradient in self._slot.read_gradients(model.matrices).items():
+            parameter = model.matrices[name]
+            parameter.grad = gradient.float().clone() if parameter.grad is None else parameter.grad.add_(gradient)
+        return _build_result(call.data, results, losses)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         """See `Backend.optim_step`."""
@@ -532,6 +644,13 @@ class Tenants:
     def close(self) -> None:
         """Remove the files of samplers; engines end with the process."""
         self._remove_folder()
+
+
+def _build_result(data: Sequence[Datum], log_probs: Sequence[Sequence[Tensor]], losses: Sequence[Tensor]) -> PassResult:
+    outputs = [
+        _build_output(datum, [column[index] for column in log_probs], losses[index]) for index, datum in enumerate(data)
+    ]
+    return PassResult(tuple(outputs), {"loss:sum": math.fsum(float(term) for row in losses for term in row)})
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
