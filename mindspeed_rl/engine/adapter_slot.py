@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from mindspeed_rl.checkpoint.lora import export_peft
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.lora import draw_a, get_global_name, get_layer_name, map_ops
 from mindspeed_rl.engine.lora_layers import AdaptedModule, AdaptedRows, LoraSettings
@@ -79,16 +81,15 @@ class AdapterSlot:
 
     A model has matrices in float32, of a rank up to the slot's, by name: "<Megatron's name of the weight>.lora_A" [r, in] and
     ".lora_B" [out, r], in full on every rank; B has the order of rows of a layer on one rank. Passes inside `adapting` compute
-    with them, `fill` is for what `save_peft` writes. Dense layers, one pipeline stage; not collective.
+    with them, `fill` is for what is merged into the base. Dense layers, one pipeline stage; not collective.
     """
 
     def __init__(self, model: BuiltModel) -> None:
         group = parallel_state.get_tensor_model_parallel_group()
         assert group is not None
         size, rank = group.size(), group.rank()
-        #: 1 for each tensor rank
-        self._num_ranks, ops = size, map_ops(model)
-        self._is_first = rank == 0
+        self._num_ranks, self._is_first = size, rank == 0
+        self._ops, self._architecture = map_ops(model), model.plan.architecture
         self._layers: list[_SlotLayer] = []
         in_parts = bool(model.transformer_config.sequence_parallel)
         for stage, chunk in enumerate(model.models):
@@ -103,7 +104,7 @@ class AdapterSlot:
                 if size > 1 and adapter.splits_input:
                     inputs = slice(rank * a.size(1), (rank + 1) * a.size(1))
                 elif size > 1:
-                    outputs = _find_rows(ops[full_name], size * b.size(0), size, rank).to(b.device)
+                    outputs = _find_rows(self._ops[full_name], size * b.size(0), size, rank).to(b.device)
                 # the replicated matrix has the full gradient, unless each rank computes its own slice of the tokens
                 is_partial = (True, in_parts) if adapter.splits_input else (in_parts, True)
                 self._layers.append(_SlotLayer(full_name, module, a, b, inputs, outputs, is_partial))
@@ -159,6 +160,31 @@ class AdapterSlot:
         finally:
             for layer in self._layers:
                 layer.module.adapted_rows = ()
+
+    def save_peft(
+        self,
+        matrices: Mapping[str, Tensor],
+        settings: LoraSettings,
+        folder: Path,
+        base_model: str,
+        *,
+        others: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> None:
+        """Write matrices in the format of the layers as a folder that `peft` loads; not collective.
+
+        Args:
+            others: A and B of further modules, by their names in transformers.
+
+        Raises:
+            ValueError: the folder exists and is not empty.
+        """
+        adapters = {}
+        for layer in self._layers:
+            a, b = (matrices.get(f"{layer.name}.lora_{name}") for name in "AB")
+            if a is not None and b is not None:
+                a, b = (matrix.detach().to("cpu", layer.a.dtype) for matrix in (a, b))
+                adapters[layer.name] = self._ops[layer.name], (a,), (b,)
+        export_peft(folder, adapters, settings.scale, base_model, self._architecture, others=others)
 
     def drop_repeated(self, gradients: Mapping[str, Tensor]) -> None:
         """Set gradients that every tensor rank has in full to 0 on all but the first, so that a sum over the ranks is right."""

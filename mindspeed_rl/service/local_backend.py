@@ -1,4 +1,4 @@
-"""The `Backend` of one process: a thread that owns the engines makes its calls one at a time, and samples in between.
+"""The `Backend` of a server: a thread that owns the engines makes its calls one at a time, and samples in between.
 
 Training calls run in the order in which they come. Between two of them the thread makes a step of all samples, so that neither
 waits for the other's queue to be empty.
@@ -19,6 +19,7 @@ from mindspeed_rl.config import RunConfig
 from mindspeed_rl.service.backend import (
     AdamParams,
     AdapterSpec,
+    BrokenBackendError,
     CallError,
     Capabilities,
     Datum,
@@ -32,7 +33,11 @@ from mindspeed_rl.service.model_folder import ModelRecord
 from mindspeed_rl.service.opening import open_tenants
 
 if TYPE_CHECKING:
+    from mindspeed_rl.service.rank_group import TenantGroup
     from mindspeed_rl.service.tenants import Tenants
+
+    #: the models, of this process or of the processes of several devices
+    Models = Tenants | TenantGroup
 
 _Result = TypeVar("_Result")
 
@@ -47,7 +52,7 @@ class _Work:
         call: a pass, in place of a function.
     """
 
-    function: Callable[[Tenants], object] | None
+    function: Callable[[Models], object] | None
     future: Future[Any]
     is_short: bool = False
     model_id: str = ""
@@ -79,17 +84,24 @@ class LocalBackend:
         self._thread = threading.Thread(target=self._run, name="service-engines", daemon=True)
         self._opened: Future[Capabilities] = Future()
         self._config: RunConfig | None = None
+        self._num_nodes = 1
         self._has_ended = False
+        self._failed: Callable[[BrokenBackendError], None] | None = None
+        self._broken: BrokenBackendError | None = None
 
     @classmethod
-    def open(cls, cfg: RunConfig) -> LocalBackend:
+    def open(cls, cfg: RunConfig, num_nodes: int = 1) -> LocalBackend:
         """Load the base and build the engines of a run file with `serve_config`; takes seconds to minutes.
+
+        Args:
+            cfg: the run file.
+            num_nodes: machines that the devices are spread over.
 
         Raises:
             ValueError: the run file is wrong; all violations are named.
         """
         backend = cls()
-        backend._config = cfg
+        backend._config, backend._num_nodes = cfg, num_nodes
         backend._thread.start()
         backend._capabilities = backend._opened.result()
         return backend
@@ -99,17 +111,29 @@ class LocalBackend:
     def _run(self) -> None:
         assert self._config is not None
         try:
-            tenants = open_tenants(self._config)
+            tenants = open_tenants(self._config, self._num_nodes)
         except BaseException as error:  # noqa: BLE001  (raised where `open` waits)
             self._opened.set_exception(error)
             return
         self._opened.set_result(tenants.capabilities)
         waiting: list[_Work] = []
+        try:
+            self._work(tenants, waiting)
+        except BrokenBackendError as error:
+            self._break(error, waiting)
+        else:
+            for work in waiting:
+                work.future.cancel()
+            for future in self._sampling.futures.values():
+                future.cancel()
+        tenants.close()
+
+    def _work(self, tenants: Models, waiting: list[_Work]) -> None:
+        """Make calls until the end."""
         while True:
             is_idle = not waiting and not tenants.is_sampling
-            ends = self._take(waiting, waits=is_idle)
-            if ends:
-                break
+            if self._take(waiting, waits=is_idle):
+                return
             if waiting:
                 passes = _take_passes(waiting)
                 if passes:
@@ -119,11 +143,21 @@ class LocalBackend:
             if tenants.is_sampling:
                 self._step(tenants)
             self._drop_samplers(tenants)
-        for work in waiting:
-            work.future.cancel()
-        for future in self._sampling.futures.values():
-            future.cancel()
-        tenants.close()
+
+    def _break(self, error: BrokenBackendError, waiting: list[_Work]) -> None:
+        """Tell the owner that nothing works any more; without one the calls that wait fail."""
+        self._broken, self._has_ended = error, True
+        if self._failed is not None:
+            self._failed(error)
+            return
+        self._take(waiting, waits=False)
+        futures = [work.future for work in waiting] + list(self._sampling.futures.values())
+        for future in (future for future in futures if not future.done()):
+            future.set_exception(error)
+
+    def watch(self, failed: Callable[[BrokenBackendError], None]) -> None:
+        """See `Backend.watch`."""
+        self._failed = failed
 
     def _take(self, waiting: list[_Work], *, waits: bool) -> bool:
         """Move what was requested to `waiting`, short work to its front; return whether the thread ends."""
@@ -142,13 +176,15 @@ class LocalBackend:
             else:
                 waiting.append(work)
 
-    def _step(self, tenants: Tenants) -> None:
+    def _step(self, tenants: Models) -> None:
         """Make a step of all samples; a failure fails every call in the engine."""
         sampling = self._sampling
         try:
             for name, result in tenants.step_sampling():
                 sampling.samplers.pop(name)
                 sampling.futures.pop(name).set_result(result)
+        except BrokenBackendError:
+            raise
         except Exception as error:  # noqa: BLE001  (raised where the calls wait)
             for name, future in list(sampling.futures.items()):
                 tenants.abort_sampling(name)
@@ -156,7 +192,7 @@ class LocalBackend:
             sampling.futures.clear()
             sampling.samplers.clear()
 
-    def _drop_samplers(self, tenants: Tenants) -> None:
+    def _drop_samplers(self, tenants: Models) -> None:
         for sampler in [name for name in self._sampling.drops if name not in self._sampling.samplers.values()]:
             _do(
                 _Work(lambda tenants, sampler=sampler: tenants.drop_sampler(sampler), self._sampling.drops.pop(sampler)),
@@ -166,7 +202,7 @@ class LocalBackend:
     # ------------------------------------------------------------------ calls
 
     def submit(
-        self, function: Callable[[Tenants], _Result], *, is_short: bool = False, model_id: str = ""
+        self, function: Callable[[Models], _Result], *, is_short: bool = False, model_id: str = ""
     ) -> Future[_Result]:
         """Return the future of a function that the thread calls; one that is cancelled before it began is not called.
 
@@ -180,11 +216,11 @@ class LocalBackend:
 
     def _put(self, work: _Work) -> None:
         if self._has_ended:
-            raise RuntimeError("the backend is closed")
+            raise self._broken or RuntimeError("the backend is closed")
         self._queue.put(work)
 
     async def _call(
-        self, function: Callable[[Tenants], _Result], *, is_short: bool = False, model_id: str = ""
+        self, function: Callable[[Models], _Result], *, is_short: bool = False, model_id: str = ""
     ) -> _Result:
         return await asyncio.wrap_future(self.submit(function, is_short=is_short, model_id=model_id))
 
@@ -230,7 +266,7 @@ class LocalBackend:
         result: Future[SampleResult] = Future()
         result.set_running_or_notify_cancel()
 
-        def start(tenants: Tenants) -> str:
+        def start(tenants: Models) -> str:
             name = tenants.start_sampling(sampler, call)
             self._sampling.futures[name], self._sampling.samplers[name] = result, sampler
             return name
@@ -242,7 +278,7 @@ class LocalBackend:
             self._queue.put(_Work(lambda tenants: self._abort(tenants, name), Future(), is_short=True))
             raise
 
-    def _abort(self, tenants: Tenants, name: str) -> None:
+    def _abort(self, tenants: Models, name: str) -> None:
         if self._sampling.futures.pop(name, None) is not None:
             self._sampling.samplers.pop(name)
             tenants.abort_sampling(name)
@@ -298,14 +334,13 @@ def _take_passes(waiting: list[_Work]) -> list[_Work]:
     return taken
 
 
-def _do_passes(passes: Sequence[_Work], tenants: Tenants) -> None:
+def _do_passes(passes: Sequence[_Work], tenants: Models) -> None:
     """Compute passes together, without those whose callers have gone."""
     work = [each for each in passes if each.future.set_running_or_notify_cancel()]
     try:
         results = tenants.run_passes([each.call for each in work if each.call is not None]) if work else []
     except BaseException as error:  # noqa: BLE001  (raised where the calls wait)
-        for each in work:
-            each.future.set_exception(error)
+        _fail([each.future for each in work], error)
         return
     for each, result in zip(work, results, strict=True):
         if isinstance(result, CallError):
@@ -314,7 +349,7 @@ def _do_passes(passes: Sequence[_Work], tenants: Tenants) -> None:
             each.future.set_result(result)
 
 
-def _do(work: _Work, tenants: Tenants) -> None:
+def _do(work: _Work, tenants: Models) -> None:
     """Call the function, unless the caller has gone."""
     if not work.future.set_running_or_notify_cancel():
         return
@@ -322,4 +357,12 @@ def _do(work: _Work, tenants: Tenants) -> None:
     try:
         work.future.set_result(cast(Any, work.function(tenants)))
     except BaseException as error:  # noqa: BLE001  (raised where the call waits)
-        work.future.set_exception(error)
+        _fail([work.future], error)
+
+
+def _fail(futures: Sequence[Future[Any]], error: BaseException) -> None:
+    """Let calls fail with an error; one after which nothing works is raised, and the calls have no result."""
+    if isinstance(error, BrokenBackendError):
+        raise error
+    for future in futures:
+        future.set_exception(error)
