@@ -70,7 +70,7 @@ def run_config(folder: Path, tokens: int, exact: bool) -> RunConfig:
                 "dtype": "float32",
                 "kv_cache_memory_gib": 1.0,
             },
-            "serve_config": {"num_models": 4},
+            "serve_config": {"num_models": 4, "max_tokens_per_pass": 4 * SEQUENCES * tokens},
         }
     )
 
