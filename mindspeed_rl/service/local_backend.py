@@ -88,6 +88,8 @@ class LocalBackend:
         self._has_ended = False
         self._failed: Callable[[BrokenBackendError], None] | None = None
         self._broken: BrokenBackendError | None = None
+        #: calls that the thread makes
+        self._running: list[Future[Any]] = []
 
     @classmethod
     def open(cls, cfg: RunConfig, num_nodes: int = 1) -> LocalBackend:
@@ -136,10 +138,12 @@ class LocalBackend:
                 return
             if waiting:
                 passes = _take_passes(waiting)
+                work = passes or [waiting.pop(0)]
+                self._running = [each.future for each in work]
                 if passes:
                     _do_passes(passes, tenants)
                 else:
-                    _do(waiting.pop(0), tenants)
+                    _do(work[0], tenants)
             if tenants.is_sampling:
                 self._step(tenants)
             self._drop_samplers(tenants)
@@ -151,7 +155,7 @@ class LocalBackend:
             self._failed(error)
             return
         self._take(waiting, waits=False)
-        futures = [work.future for work in waiting] + list(self._sampling.futures.values())
+        futures = [*self._running, *(work.future for work in waiting), *self._sampling.futures.values()]
         for future in (future for future in futures if not future.done()):
             future.set_exception(error)
 
@@ -194,10 +198,8 @@ class LocalBackend:
 
     def _drop_samplers(self, tenants: Models) -> None:
         for sampler in [name for name in self._sampling.drops if name not in self._sampling.samplers.values()]:
-            _do(
-                _Work(lambda tenants, sampler=sampler: tenants.drop_sampler(sampler), self._sampling.drops.pop(sampler)),
-                tenants,
-            )
+            self._running = [self._sampling.drops.pop(sampler)]
+            _do(_Work(lambda tenants, sampler=sampler: tenants.drop_sampler(sampler), self._running[0]), tenants)
 
     # ------------------------------------------------------------------ calls
 
