@@ -1,9 +1,10 @@
 """Steps and samples of a training service: through its backend and in the same process, and of 1, 2 and 4 models at once.
 
-usage: python benchmarks/service.py [--size tiny|135m] [--rounds N] [--tokens N]
+usage: python benchmarks/service.py [--size tiny|135m] [--rounds N] [--tokens N] [--exact] [--profile]
 
 One process makes all of it, in turns: a step (`forward_backward` of 8 sequences and `optim_step`) by calls of the object that
-trains, the same by the backend that a server calls, and samples of several models at the same time.
+trains, the same by the backend that a server calls, steps of several models in joint passes (with --exact) and each in passes
+of its own, and samples of several models at the same time. Seconds are those of the processor: others may use the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import transformers
 
 from mindspeed_rl.config import RunConfig, build_run_config
-from mindspeed_rl.service.backend import AdamParams, AdapterSpec, Datum, LossCall, SampleCall
+from mindspeed_rl.service.backend import AdamParams, AdapterSpec, Datum, LossCall, PassCall, SampleCall
 from mindspeed_rl.service.local_backend import LocalBackend
 
 SIZES = {
@@ -69,7 +70,7 @@ def run_config(folder: Path, tokens: int, exact: bool) -> RunConfig:
                 "dtype": "float32",
                 "kv_cache_memory_gib": 1.0,
             },
-            "serve_config": {"num_models": 4},
+            "serve_config": {"num_models": 4, "max_tokens_per_pass": 4 * SEQUENCES * tokens},
         }
     )
 
@@ -83,9 +84,9 @@ def make_data(tokens: int, seed: int) -> list[Datum]:
 async def _median(rounds: int, function: Callable[[int], Awaitable[object]]) -> float:
     seconds = []
     for index in range(rounds + 1):
-        started = time.perf_counter()
+        started = time.process_time()
         await function(index)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     return statistics.median(seconds[1:])  # the first one warms up
 
 
@@ -113,16 +114,41 @@ async def measure(backend: LocalBackend, rounds: int, tokens: int) -> None:
     print(f"a step of {size}: {alone:.3f} s in process, {called:.3f} s by the backend ({called / alone:.2f})", flush=True)
     samplers = [await backend.make_sampler(name) for name in names]
     call = SampleCall(range(5, 13), max_tokens=tokens, num_samples=4, seed=1, ends_at_eos=False)
+    joins = await asyncio.wrap_future(backend.submit(lambda tenants: tenants._joins_passes))
+
+    async def train(count: int, joined: bool) -> float:
+        await asyncio.wrap_future(backend.submit(lambda tenants: setattr(tenants, "_joins_passes", joined)))
+        return await _median(rounds, lambda index: asyncio.gather(*(step(name, index) for name in names[:count])))
+
     for count in (1, 2, 4):
-        trained = await _median(rounds, lambda index, n=count: asyncio.gather(*(step(name, index) for name in names[:n])))
+        trained = {"in joint passes": await train(count, True)} if joins and count > 1 else {}
+        trained["each in passes of its own"] = await train(count, False)
+        rates = ", ".join(f"{count * SEQUENCES * tokens / seconds:,.1f} {how}" for how, seconds in trained.items())
         sampled = await _median(
             rounds, lambda index, n=count: asyncio.gather(*(backend.sample(name, call) for name in samplers[:n]))
         )
-        print(
-            f"{count} models: {count * SEQUENCES * tokens / trained:,.0f} trained tokens/s, "
-            f"{count * 4 * tokens / sampled:,.0f} sampled tokens/s (4 samples per model)",
-            flush=True,
-        )
+        sampled_rate = f"{count * 4 * tokens / sampled:,.1f} sampled tokens/s (4 samples per model)"
+        print(f"{count} models: trained tokens/s {rates}; {sampled_rate}", flush=True)
+
+
+def profile(backend: LocalBackend, tokens: int) -> None:
+    """Print the operations of a pass of four models, joint and not."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recording
+
+    calls = [PassCall(name, make_data(tokens, index), LossCall("cross_entropy")) for index, name in enumerate("abcd")]
+
+    def record(tenants: Any) -> None:
+        for joined in (False, tenants._joins_passes):
+            tenants._joins_passes = joined
+            with recording(activities=[ProfilerActivity.CPU]) as recorded:
+                tenants.run_passes(calls)
+            print("joint" if joined else "one model after the other")
+            averages = recorded.key_averages()
+            print(averages.table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=40), flush=True)
+
+    backend.submit(lambda tenants: setattr(tenants, "_joins_passes", tenants._can_join_passes())).result()
+    backend.submit(record).result()
 
 
 def main() -> None:
@@ -131,11 +157,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--exact", action="store_true", help="rl_config.exact_log_probs: samples independent of others by bits")
+    parser.add_argument("--profile", action="store_true", help="show the operations of a pass of four models too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), arguments.size)
         backend = LocalBackend.open(run_config(Path(folder), arguments.tokens, arguments.exact))
         asyncio.run(measure(backend, arguments.rounds, arguments.tokens))
+        if arguments.profile:
+            profile(backend, arguments.tokens)
     sys.stdout.flush()
     os._exit(0)  # vLLM's engine does not end cleanly inside a training process
 

@@ -175,7 +175,7 @@ class Trainer:
         run = run.with_values(overrides) if overrides else run
         if rank is not None and not run.config.actor_config.lora_target_modules:
             raise ValueError(f"rank is {rank}, but a run file without actor_config.lora_target_modules trains full weights")
-        self._backend = LocalBackend.open(run.config)
+        self._backend = LocalBackend.open(run.config, run.num_nodes)
         self.capabilities = self._backend.capabilities()
         spec = None if self.capabilities.full_weights else AdapterSpec(rank or self.capabilities.max_rank, seed=seed)
         self._do(lambda tenants: tenants.create_model(self._MODEL, spec))

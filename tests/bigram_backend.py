@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy as np
 from mindspeed_rl.service.backend import (
     AdamParams,
     AdapterSpec,
+    BrokenBackendError,
     CallError,
     Capabilities,
     Datum,
@@ -237,6 +238,9 @@ class BigramBackend:
     async def export_merged(self, model_id: str, folder: Path) -> None:
         folder.mkdir(parents=True)
         np.save(folder / "merged.npy", self._find(model_id).weights)
+
+    def watch(self, failed: Callable[[BrokenBackendError], None]) -> None:
+        """Never called: nothing here breaks."""
 
     async def close(self) -> None:
         self.models.clear()

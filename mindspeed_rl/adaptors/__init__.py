@@ -150,6 +150,7 @@ _KERNELS: dict[tuple[str, str], str] = {
 #: the same where log-probs are exact
 _EXACT_KERNELS: dict[tuple[str, str], str] = {
     ("cpu", "causal_attention"): "mindspeed_rl.adaptors.exact_kernels",
+    ("cpu", "rms_norm"): "mindspeed_rl.adaptors.exact_kernels",
     ("cpu", "multiply_rows"): "mindspeed_rl.adaptors.exact_kernels",
     ("cpu", "sum_rows"): "mindspeed_rl.adaptors.exact_kernels",
     ("cpu", "log_softmax"): "mindspeed_rl.adaptors.exact_kernels",
@@ -220,6 +221,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if module is None:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     return module.rms_norm(x, weight, eps)
+
+
+def computes_rows_apart() -> bool:
+    """Return True where all operations on tokens, there and back, give a token the same bits whatever else is in the batch."""
+    return _find_module("multiply_rows") is not None
 
 
 def multiply_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ of neighbours; a column of a product depends on nothing but that column |
 among the sums of one |
 | rotation, SiLU | in float32 by single operations: torch's fused ones round the last elements of a tensor otherwise |
 | norms | torch's kernel, which computes row by row |
+| gradients of tokens | products with frozen weights, norms and SiLU by the same rules, so that rows of several models share \
+them; other gradients are as in other runs |
 | experts | products as above; the outputs of a token's experts are added in float32, in the order of their numbers |
 
 Zeros that are added never change a sum, which is what all of it rests on: a key after the last one has probability 0.
 `check` finds out whether the products of this processor keep the first rule, and `find_violation` does so before a worker is
-started. Gradients are as in other runs: they need not
-be equal. The idea comes from Thinking Machines' batch-invariant operators ("Defeating Nondeterminism in LLM Inference", 2025).
+started. The idea comes from Thinking Machines' batch-invariant operators ("Defeating Nondeterminism in LLM Inference", 2025).
 """
 
 from __future__ import annotations
@@ -152,7 +153,12 @@ class _Silu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)
-        return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors)
+        (x,) = ctx.saved_tensors
+        wide = x.float()
+        sigmoid = wide.neg().exp_().add_(1.0).reciprocal_()
+        # s (1 + x (1 - s)), by single operations
+        slope = sigmoid.neg().add_(1.0).mul_(wide).add_(1.0).mul_(sigmoid)
+        return slope.mul_(grad).to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -168,6 +174,33 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     a, b = heads.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(heads.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyrefly: ignore[bad-override]  (as above)
+        x, weight = ctx.saved_tensors
+        width, values, grads = x.size(-1), x.float(), grad.float()
+        scale = sum_rows(values * values)[..., None].div_(width).add_(ctx.eps).sqrt_().reciprocal_()
+        normed = values * scale
+        products = grads * normed
+        grad_weight = products.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        # d(x / rms) / dx: what lies along x is taken out
+        factors = weight.float()
+        along = sum_rows(products * factors)[..., None].div_(width)
+        return (grads * factors).sub_(normed * along).mul_(scale).to(x.dtype), grad_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension of [..., h]."""
+    return _RMSNorm.apply(x, weight, eps)
 
 
 # ---------------------------------------------------------------- experts

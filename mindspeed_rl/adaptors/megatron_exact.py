@@ -4,6 +4,7 @@
 |---|---|---|
 | products | tensor_parallel.layers: `torch.matmul` | blocks of rows; its only uses are in forward passes |
 | products that ranks add up | tensor_parallel.layers.RowParallelLinear.forward | in slices |
+| products with frozen weights | backward pass of tensor_parallel.layers.LinearWithFrozenWeight | blocks of rows |
 | their sums | forward passes of two functions of tensor_parallel.mappings | in pairs of neighbours, where a collective \
 has an order of its own |
 | routers, experts | moe_utils.RouterGatingLinearFunction.forward, token_dispatcher.unpermute | blocks of rows; outputs of \
@@ -72,6 +73,14 @@ def _reduce_scatter(
     return exact_kernels.add_slices(parts.chunk(group.size()))
 
 
+def _multiply_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (weight,) = ctx.saved_tensors
+    grad_input = exact_kernels.matmul(grad, weight)
+    if ctx.allreduce_dgrad:
+        grad_input = _all_reduce(ctx, grad_input, ctx.tp_group)
+    return grad_input, None, None, None, None
+
+
 def _route(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     ctx.save_for_backward(x, weight, bias)
     ctx.router_dtype, ctx.input_dtype, ctx.weight_dtype = dtype, x.dtype, weight.dtype
@@ -105,6 +114,7 @@ def apply(slices: int) -> None:
             products.slices = 1
 
     layers.RowParallelLinear.forward = forward
+    layers.LinearWithFrozenWeight.backward = staticmethod(_multiply_back)
     mappings: Any = importlib.import_module(f"{_PREFIX}.tensor_parallel.mappings")
     mappings._ReduceFromModelParallelRegion.forward = staticmethod(_all_reduce)
     mappings._ReduceScatterToSequenceParallelRegion.forward = staticmethod(_reduce_scatter)

@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
     parser = RunParser(prog="mindspeed-rl serve", description=_DESCRIPTION)
     parser.add_argument("--config-name", "--config", required=True, help="run file with serve_config, with or without .yaml")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
+    parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example serve_config.port=8800")
     arguments = parser.parse_intermixed_args(argv)
     try:
@@ -33,12 +34,12 @@ def main(argv: list[str]) -> int:
                 f"{arguments.config_name} has no group serve_config, which a server needs; serve_tiny_cpu is an example"
             )
         prepare_environment()
-        return _serve(cfg, keys)
+        return _serve(cfg, keys, arguments.nodes)
     except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:
         return report_failure(error)
 
 
-def _serve(cfg: Any, keys: ServeConfig) -> int:
+def _serve(cfg: Any, keys: ServeConfig, num_nodes: int) -> int:
     # uvicorn, and what the environment of a device has
     from mindspeed_rl.service.api_server import ServerSettings, listen, serve
     from mindspeed_rl.service.doors import read_keys
@@ -46,6 +47,7 @@ def _serve(cfg: Any, keys: ServeConfig) -> int:
 
     limits = Limits(
         max_sessions=keys.max_sessions,
+        max_sessions_per_key=keys.max_sessions_per_key,
         session_timeout_s=keys.session_timeout_s,
         max_tokens_in_flight=keys.max_tokens_in_flight,
         max_checkpoints=keys.max_checkpoints,
@@ -59,4 +61,4 @@ def _serve(cfg: Any, keys: ServeConfig) -> int:
     # by name: it imports torch, which reads the environment
     backend = registry.load("mindspeed_rl.service.local_backend:LocalBackend", "serve")
     with listening:
-        return serve(settings, listening, lambda: backend.open(cfg))
+        return serve(settings, listening, lambda: backend.open(cfg, num_nodes))

@@ -313,6 +313,10 @@ class CoreAttention(nn.Module):
 
     def _inside_sequences(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, dropout: float) -> Tensor:
         """Return the attention of full packed sequences in natural order."""
+        if layout.members:
+            sizes = [sum(member.lengths) for member in layout.members]
+            parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), layout.members)
+            return torch.cat([self._inside_sequences(q, k, v, member, dropout) for q, k, v, member in parts])
         if self.fused is None:
             return packed_attention(query, key, value, layout, self.scale, dropout)
         shared = layout.shared

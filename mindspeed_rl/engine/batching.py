@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -420,6 +420,70 @@ def build_micro_batch(
         routing=None if rows.routing is None else _order_routing(rows.routing, tokens).to(device),
         images=images,
         predictions=predictions,
+    )
+
+
+def plan_joins(sizes: Sequence[Sequence[int]], budget: int | None) -> list[list[tuple[int, int]]]:
+    """Return which micro-batches of several requests are joined: (request, index of its micro-batch), turn by turn.
+
+    A request has at most one micro-batch in a turn, and its own are in order.
+
+    Args:
+        sizes: tokens of each request's micro-batches.
+        budget: most tokens of a turn, unless one micro-batch has more; None for any number.
+    """
+    done, turns = [0] * len(sizes), list[list[tuple[int, int]]]()
+    while any(count < len(own) for count, own in zip(done, sizes)):
+        turn, total = list[tuple[int, int]](), 0
+        for request, own in enumerate(sizes):
+            index = done[request]
+            if index < len(own) and (not turn or budget is None or total + own[index] <= budget):
+                turn.append((request, index))
+                total += own[index]
+                done[request] += 1
+        turns.append(turn)
+    return turns
+
+
+def join_micro_batches(members: Sequence[MicroBatch]) -> MicroBatch:
+    """Return packed micro-batches as one, whose attention is computed apart for each of them.
+
+    Response-aligned tensors are flattened: one row that has the slots of all members, one after the other. Columns differ
+    between members, and stay with them. A single padded micro-batch stays as it is.
+    """
+    first = members[0]
+    layouts = [member.packed for member in members if member.packed is not None]
+    if len(layouts) < len(members):
+        assert len(members) == 1  # padded rows have the width of the longest
+        return first
+    lengths = [length for layout in layouts for length in layout.lengths]
+    joined = PackedLayout.build(lengths, layouts[0].device)
+    if len(members) == 1:
+        assert first.packed is not None
+        return replace(first, packed=replace(first.packed, members=tuple(layouts)))
+    sizes = [member.input_ids.size(1) for member in members]
+    cells = [member.rows * member.width for member in members]
+    # tokens of the rows: the last index that a member has is one below the number of them
+    counts = [int(member.tokens.max()) + 1 for member in members]
+    tokens = [
+        torch.where(member.tokens < 0, -1, member.tokens + before)
+        for member, before in zip(members, accumulate(counts, initial=0))
+    ]
+    return MicroBatch(
+        input_ids=torch.cat([member.input_ids for member in members], 1),
+        position_ids=torch.cat([member.position_ids for member in members], -1),
+        packed=replace(joined, members=tuple(layouts)),
+        hidden_index=torch.cat([member.hidden_index + at for member, at in zip(members, accumulate(sizes, initial=0))]),
+        labels=torch.cat([member.labels for member in members]),
+        slots=torch.cat([member.slots + at for member, at in zip(members, accumulate(cells, initial=0))]),
+        rows=1,
+        width=sum(cells),
+        predicted_mask=torch.cat([member.predicted_mask.flatten() for member in members])[None],
+        columns={},
+        indexes=tuple(index for member in members for index in member.indexes),
+        num_tokens=sum(member.num_tokens for member in members),
+        lengths=tuple(length for member in members for length in member.lengths),
+        tokens=torch.cat(tokens),
     )
 
 

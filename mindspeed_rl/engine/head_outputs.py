@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,6 +125,34 @@ class ChoiceLogits(HeadOutputs):
     def compute(self, head: HeadPass, hidden: Tensor) -> tuple[Tensor, ...]:
         """Compute them, [rows, width] each."""
         return head.align(_compute_choice_logits(hidden, head.weight, self.choices, head.vocab).unbind(0))
+
+
+@dataclass(frozen=True)
+class JoinedOutputs(HeadOutputs):
+    """Results of joined micro-batches (`join_micro_batches`), each by its own outputs and as if it were alone.
+
+    Attributes:
+        members: the micro-batches and their outputs.
+        align: (values, micro-batch) -> [rows, width] of it for each.
+    """
+
+    members: Sequence[tuple[MicroBatch, HeadOutputs]]
+    align: Callable[[Sequence[Tensor], MicroBatch], tuple[Tensor, ...]]
+
+    @property
+    def count(self) -> int:  # pyrefly: ignore[bad-override]  (a property in place of a constant)
+        """Number of the results of all members."""
+        return sum(outputs.count for _, outputs in self.members)
+
+    def compute(self, head: HeadPass, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Compute the results of one member after the other, [rows, width] of it each."""
+        parts = hidden.split([len(member.hidden_index) for member, _ in self.members])
+        results: list[Tensor] = []
+        for (member, outputs), own in zip(self.members, parts):
+            alone = replace(head, micro_batch=member, align=lambda values, member=member: self.align(values, member))
+            # a copy: products of rows that begin at another address may round otherwise
+            results += outputs.compute(alone, own.clone())
+        return tuple(results)
 
 
 def _compute_choice_logits(hidden: Tensor, weight: Tensor, choices: Sequence[int], head: VocabHead) -> Tensor:

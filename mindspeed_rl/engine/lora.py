@@ -27,7 +27,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -129,7 +129,7 @@ def init_adapters(models: list[GPTModel], layout: Layout, *, seed: int) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_trained(name))
         for adapter in _list_adapters(model):
-            _init_adapter(adapter, f"{seed}/{_get_global_name(layout, adapter.weight, stage)}")
+            _init_adapter(adapter, f"{seed}/{get_global_name(layout, adapter.weight, stage)}")
         if model.pre_process:
             # recomputation and pipelines need an input that requires a gradient, and a frozen embedding's output does not
             model.embedding.register_forward_hook(_require_gradient)
@@ -170,7 +170,7 @@ def _list_adapters(model: nn.Module) -> Iterator[Adapter]:
             yield from module.adapters(f"{name}.")
 
 
-def _get_global_name(layout: Layout, local: str, stage: int) -> str:
+def get_global_name(layout: Layout, local: str, stage: int) -> str:
     ep_rank = parallel_state.get_expert_model_parallel_rank() if layout.num_experts else 0
     return layout.global_name(
         local,
@@ -207,7 +207,7 @@ def list_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]:
     ops = map_ops(model)
     for stage, chunk in enumerate(model.models):
         for adapter in _list_adapters(chunk):
-            yield ops[_get_global_name(model.plan.layout, adapter.weight, stage)], adapter
+            yield ops[get_global_name(model.plan.layout, adapter.weight, stage)], adapter
 
 
 def list_owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]:
@@ -224,86 +224,6 @@ def list_owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]
 
 #: targets of `lora_target_modules` by the part of a layer that they belong to
 ATTENTION_TARGETS, MLP_TARGETS = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
-
-
-@dataclasses.dataclass(frozen=True)
-class _SlotLayer:
-    """An adapted layer and its parameters, by the Megatron name of the weight that they adapt."""
-
-    name: str
-    module: AdaptedModule
-    a: nn.Parameter
-    b: nn.Parameter
-
-
-class AdapterSlot:
-    """The adapters of a model as one slot, in which several models of one base take turns.
-
-    A model has matrices in float32, of a rank up to the slot's, by name: "<Megatron's name of the weight>.lora_A" [r, in] and
-    ".lora_B" [out, r]. The tensors of `fill` are what passes compute with and what `save_peft` writes, layers that it does not
-    name have only the base, and the ranks that it does not use are 0, which adds nothing to a sum. Dense models; not
-    collective, on a rank that has all of each layer.
-    """
-
-    def __init__(self, model: BuiltModel) -> None:
-        self._layers: list[_SlotLayer] = []
-        for stage, chunk in enumerate(model.models):
-            for name, module in chunk.named_modules():
-                if isinstance(module, AdaptedModule):
-                    (adapter,) = module.adapters(f"{name}.")
-                    parameters = cast(Any, module)
-                    full_name = _get_global_name(model.plan.layout, adapter.weight, stage)
-                    self._layers.append(_SlotLayer(full_name, module, parameters.lora_a, parameters.lora_b))
-
-    @property
-    def rank(self) -> int:
-        """The largest rank that fits."""
-        return self._layers[0].a.size(0)
-
-    @torch.no_grad()
-    def init(self, settings: LoraSettings | None, seed: int) -> dict[str, Tensor]:
-        """Return the matrices of a new model: those that a run with this rank and seed starts from.
-
-        Args:
-            settings: its rank, and the layers that it adapts.
-        """
-        matrices: dict[str, Tensor] = {}
-        assert settings is not None  # None is of full weights
-        adapted = list_adapted_modules(settings.targets)
-        for layer in self._layers:
-            if get_layer_name(layer.name) not in adapted:
-                continue
-            a, b = torch.empty(settings.r, layer.a.size(1)), torch.empty(layer.b.size(0), settings.r)
-            group = parallel_state.get_tensor_model_parallel_group()
-            assert group is not None and group.size() == 1  # a slice would be drawn as a full matrix
-            _init_adapter(Adapter(layer.name, a, b, splits_input=False, group=group), f"{seed}/{layer.name}")
-            matrices |= {f"{layer.name}.lora_A": a, f"{layer.name}.lora_B": b}
-        return matrices
-
-    @torch.no_grad()
-    def fill(self, matrices: Mapping[str, Tensor], settings: LoraSettings | None) -> None:
-        """Compute with these matrices from now on."""
-        assert settings is not None
-        for layer in self._layers:
-            a, b = (matrices.get(f"{layer.name}.lora_{name}") for name in "AB")
-            layer.module.lora, layer.module.adapter_enabled = settings, a is not None
-            layer.a.zero_()
-            layer.b.zero_()
-            if a is not None and b is not None:
-                layer.a[: settings.r] = a
-                layer.b[:, : settings.r] = b
-
-    def read_gradients(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients of the matrices that fill the slot, in float32, after a pass: views of Megatron's buffers."""
-        gradients: dict[str, Tensor] = {}
-        for layer in self._layers:
-            if f"{layer.name}.lora_A" not in matrices:
-                continue
-            # Megatron's mark on a parameter: its gradient in the flat buffer
-            of_a, of_b = cast(Any, layer.a).main_grad, cast(Any, layer.b).main_grad
-            ranks = layer.module.lora.r
-            gradients |= {f"{layer.name}.lora_A": of_a[:ranks], f"{layer.name}.lora_B": of_b[:, :ranks]}
-        return gradients
 
 
 def get_layer_name(weight: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -102,6 +102,36 @@ class Adapter:
     group: dist.ProcessGroup
 
 
+@dataclass(frozen=True)
+class AdaptedRows:
+    """Adjacent tokens of a micro-batch, and the matrices of the model that computes them.
+
+    Attributes:
+        num_tokens: number of the tokens on this rank's side of the layer; None for all.
+        a, b: this rank's shards, in float32, with a gradient where the pass trains; None where the model does not adapt
+            the layer.
+        scale: factor of B A.
+    """
+
+    num_tokens: int | None
+    a: Tensor | None
+    b: Tensor | None
+    scale: float
+
+
+class _NoAdapter(torch.autograd.Function):
+    """The output of tokens without an adapter; the input gets a gradient of zeros, as with others that have one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx.save_for_backward(x)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]  (as above)
+        return torch.zeros_like(ctx.saved_tensors[0]), grad
+
+
 class _SumGradients(torch.autograd.Function):
     """Identity whose gradient is summed over a group.
 
@@ -132,10 +162,13 @@ class AdaptedModule(nn.Module):
         lora: rank, scale, dropout.
         adapter_enabled: False computes with only the base weights.
         adapted_weights: names of its parameters that have an adapter.
+        adapted_rows: matrices of several models, each for its own tokens of the micro-batch, in place of the layer's adapter;
+            empty for the layer's own.
     """
 
     lora: LoraSettings
     adapter_enabled: bool = True
+    adapted_rows: Sequence[AdaptedRows] = ()
     adapted_weights: tuple[str, ...]
 
     def merge(self, name: str) -> Tensor:
@@ -243,11 +276,27 @@ class _AdaptedLinear(_AdaptedWeight):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, nn.Parameter | None]:
         output, bias = super().forward(input_, *args, **kwargs)
-        if self.adapter_enabled:
-            output = output + self._low_rank(self._drop(input_)) * self.lora.scale
+        if self.adapted_rows:
+            output = self._adapt_rows(input_, output)
+        elif self.adapter_enabled:
+            output = output + self._low_rank(self._drop(input_), self.lora_a, self.lora_b) * self.lora.scale
         return output, bias
 
-    def _low_rank(self, x: Tensor) -> Tensor:
+    def _adapt_rows(self, x: Tensor, output: Tensor) -> Tensor:
+        """Add to the tokens of each model its own B A x, by the operations of a micro-batch of only these tokens."""
+        sizes = [rows.num_tokens for rows in self.adapted_rows]
+        # copies: products of rows that begin at another address may round otherwise
+        inputs, outputs = ([x], [output]) if None in sizes else (x.split(sizes), output.split(sizes))
+        adapted = []
+        for rows, own, base in zip(self.adapted_rows, inputs, outputs, strict=True):
+            if rows.a is None or rows.b is None:
+                adapted.append(_NoAdapter.apply(own, base))
+                continue
+            a, b = (matrix.to(own.dtype) for matrix in (rows.a, rows.b))
+            adapted.append(base + self._low_rank(own.clone(), a, b) * rows.scale)
+        return torch.cat(adapted) if len(adapted) > 1 else adapted[0]
+
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return B A x in the layout of the base layer's output."""
         raise NotImplementedError
 
@@ -299,17 +348,16 @@ class AdaptedColumnParallelLinear(_AdaptedLinear, ColumnParallelLinear):
         # B's outputs are split as the base layer's, and nothing here gathers them
         assert not self.gather_output
 
-    def _low_rank(self, x: Tensor) -> Tensor:
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         if self.is_expert:
             # all ranks have all tokens, and each its part of their gradient: only the gradient of A has to be summed here
-            a = sum_gradients(self.lora_a, self.tp_group)
-            return functional.linear(functional.linear(x, a), self.lora_b)
-        hidden = functional.linear(x, self.lora_a)
+            return functional.linear(functional.linear(x, sum_gradients(a, self.tp_group)), b)
+        hidden = functional.linear(x, a)
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         else:
             hidden = sum_gradients(hidden, self.tp_group)
-        return functional.linear(hidden, self.lora_b)
+        return functional.linear(hidden, b)
 
 
 class AdaptedRowParallelLinear(_AdaptedLinear, RowParallelLinear):
@@ -322,14 +370,13 @@ class AdaptedRowParallelLinear(_AdaptedLinear, RowParallelLinear):
         # A is split along the inputs, so the input must be split too
         assert self.input_is_parallel
 
-    def _low_rank(self, x: Tensor) -> Tensor:
-        hidden = functional.linear(x, self.lora_a)
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        hidden = functional.linear(x, a)
         if self.is_expert:
             # outputs stay partial sums, the dispatcher adds them up
-            b = sum_gradients(self.lora_b, self.tp_group)
-            return functional.linear(hidden, b)
+            return functional.linear(hidden, sum_gradients(b, self.tp_group))
         if self.sequence_parallel:
             hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
         else:
             hidden = reduce_from_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return functional.linear(hidden, self.lora_b)
+        return functional.linear(hidden, b)

@@ -401,6 +401,8 @@ class PackedLayout(PackedSeqParams):
             and boundaries are of full sequences. A context-parallel rank has an equal slice of them, in their order.
         added: features of images, while a micro-batch with images runs.
         context: the ranks that divide the sequences, where they are a slice of the context-parallel ranks; None for all.
+        members: layouts of adjacent sequences whose attention is computed apart, as in a micro-batch of only those; none where
+            all sequences are computed together.
     """
 
     lengths: tuple[int, ...]
@@ -410,6 +412,7 @@ class PackedLayout(PackedSeqParams):
     to_rank_major: Tensor | None = None
     shared: SharedPrefixes | None = None
     added: AddedFeatures | None = None
+    members: tuple[PackedLayout, ...] = ()
     _chunk_plans: dict[int, ChunkPlan] = field(default_factory=dict)
 
     @cached_property

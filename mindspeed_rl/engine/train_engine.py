@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -31,14 +33,16 @@ from mindspeed_rl.engine.batching import (
     MicroBatching,
     Rows,
     build_micro_batch,
+    join_micro_batches,
     measure_size,
+    plan_joins,
     round_up,
     split_rows,
 )
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.context_turns import Turn, plan_turns, sum_over_slices
 from mindspeed_rl.engine.gradient_sums import GradientSums
-from mindspeed_rl.engine.head_outputs import HeadOutputs
+from mindspeed_rl.engine.head_outputs import HeadOutputs, JoinedOutputs
 from mindspeed_rl.engine.interface import StepResult
 from mindspeed_rl.engine.lora import is_trained
 from mindspeed_rl.engine.offload import Offloader
@@ -53,7 +57,7 @@ from mindspeed_rl.engine.optimizer import (
 from mindspeed_rl.engine.part import EnginePart
 from mindspeed_rl.engine.parts import build_parts
 from mindspeed_rl.engine.passes import build_filler, collect_rows, compute_loss, count_together, raise_non_finite
-from mindspeed_rl.engine.policy_model import HeadRequest, PolicyModel
+from mindspeed_rl.engine.policy_model import HeadRequest, PolicyModel, align_values
 from mindspeed_rl.engine.weight_average import WeightAverage
 from mindspeed_rl.engine.weights import LocalWeight, StoredWeights, list_local_weights, load_weights
 from mindspeed_rl.models.costs import ModelFlops
@@ -65,6 +69,20 @@ _log = logging.getLogger(__name__)
 
 _Batch = TypeVar("_Batch")
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class LossRequest:
+    """Rows of one of several models on the same base, with their loss.
+
+    Attributes:
+        loss: loss of each predicted token of a micro-batch, [rows, width]; values where the mask is False do not count.
+        outputs: results of the head that the loss gets.
+    """
+
+    rows: Rows
+    loss: Callable[[LossInputs], Tensor]
+    outputs: HeadOutputs
 
 
 class TrainEngine:
@@ -337,6 +355,55 @@ class TrainEngine:
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         return self._collect_rows([(micro_batch, results) for _, micro_batch, results in passes], rows.response_lengths)
+
+    def compute_requests(
+        self,
+        requests: Sequence[LossRequest],
+        batching: MicroBatching,
+        adapting: Callable[[Sequence[tuple[int, int | None]]], AbstractContextManager[None]],
+        *,
+        training: bool,
+        joins: bool,
+    ) -> list[tuple[list[Tensor], ...]]:
+        """Compute losses of several models' rows, and the gradients of their matrices, on the last stage of one.
+
+        Each request has the micro-batches that it has alone. Joined ones share the operations of the decoder that compute
+        every token for itself; attention, adapters, head and loss are computed request by request.
+
+        Args:
+            adapting: (request, its tokens; None for all) of a turn -> block in which the model computes with their matrices.
+            training: gradients of the matrices are added to their `grad`; nothing is reduced over ranks, and Megatron's
+                buffers are not used.
+            joins: micro-batches of several requests are computed in one pass, as far as the budget of tokens goes.
+
+        Returns:
+            For each request what `compute_gradients` returns; a loss may be anything but finite.
+        """
+        device = platform.current()
+        passes: list[list[tuple[MicroBatch, list[Tensor]]]] = [[] for _ in requests]
+        with self._mode(training=training), torch.set_grad_enabled(training):
+            batches = [self._micro_batches(request.rows, batching) for request in requests]
+            sizes = [[micro_batch.input_ids.numel() for micro_batch in own] for own in batches]
+            turns = plan_joins(sizes, batching.token_budget)
+            if not joins:
+                turns = [[(request, index)] for request, own in enumerate(batches) for index in range(len(own))]
+            for turn in turns:
+                members = [(batches[request][index], requests[request]) for request, index in turn]
+                outputs = JoinedOutputs([(own, request.outputs) for own, request in members], self._align)
+                spans = [(request, own.input_ids.numel()) for (request, _), (own, _) in zip(turn, members)]
+                with adapting(spans if len(spans) > 1 else [(turn[0][0], None)]):
+                    joined = join_micro_batches([own for own, _ in members])
+                    on_output = partial(_sum_losses, members)
+                    (computed,) = get_forward_backward_func()(
+                        **self._schedule([joined], on_output, outputs, training=training, has_parts=False)
+                    )
+                for (request, _), (own, _), results in zip(turn, members, computed):
+                    passes[request].append((own, results))
+        device.synchronize()
+        return [self._collect_rows(own, request.rows.response_lengths) for own, request in zip(passes, requests)]
+
+    def _align(self, values: Sequence[Tensor], micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        return align_values(values, micro_batch, parallel.find_context(self.shape.cp_size, micro_batch.packed).group)
 
     def loss_step(
         self,
@@ -646,6 +713,24 @@ class TrainEngine:
             "micro_batch_size": micro_batches[0].input_ids.size(0),
             "forward_only": not training,
         }
+
+
+def _sum_losses(
+    members: Sequence[tuple[MicroBatch, LossRequest]], index: int, joined: MicroBatch, computed: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
+    """Return the sum of all losses, no count, and results and losses of each member on the host."""
+    device, total, results = platform.current(), computed[0].new_zeros(()), list[list[Tensor]]()
+    remaining = iter(computed)
+    for micro_batch, request in members:
+        own = tuple(itertools.islice(remaining, request.outputs.count))
+        if micro_batch.is_filler:
+            values = own[0] * 0.0  # attached to the graph
+        else:
+            values = request.loss(LossInputs(own, micro_batch.predicted_mask, micro_batch.columns))
+            values = torch.where(micro_batch.predicted_mask, values, 0.0)
+        total = total + values.sum()
+        results.append([device.to_host(output.detach()) for output in (*own, values)])
+    return total, torch.zeros((), dtype=torch.int, device=total.device), results
 
 
 def _shard_average(weights: ShardedStateDict, values: Mapping[str, Tensor], prefix: str) -> ShardedStateDict:

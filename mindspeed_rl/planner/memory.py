@@ -21,6 +21,7 @@ from typing import ClassVar
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.config.keys.megatron import parse_group_buffers
+from mindspeed_rl.config.keys.serve import MAX_PASSES
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.costs import TowerCosts, cpu_cache_bytes, read_kv_bytes, read_weight_bytes
 from mindspeed_rl.models.model_config import ModelConfig
@@ -29,7 +30,7 @@ from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.engine import Engine, KvCache, plan_engine
 from mindspeed_rl.planner.host_memory import HostMemory, plan_host_memory
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
-from mindspeed_rl.planner.shapes import Elements, count_streamed_elements
+from mindspeed_rl.planner.shapes import Elements, count_all_elements, count_streamed_elements
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 
@@ -199,11 +200,16 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     generate = run.generate
     assert generate is not None
     if run.cfg.serve_config is not None:
-        models = {"client models": count_client_bytes(run) * run.cfg.serve_config.num_models}
+        num_models = run.cfg.serve_config.num_models
+        models = {"client models": count_client_bytes(run) * num_models}
+        # of full weights in Megatron's buffers; of adapters for each pass until it is added to its model's
+        gradients = state["gradients"]
+        if actor.config.lora_target_modules:
+            gradients = 4 * count_client_elements(run) * min(MAX_PASSES, num_models)
         owners = (
             fixed,
             weights,
-            {"gradients": state["gradients"]},
+            {"gradients": gradients},
             models,
             _serving_bytes(engine),
             {"packed weights": engine.packed},
@@ -252,16 +258,21 @@ def count_client_bytes(run: RunShape) -> int:
 
     A model of full weights has them of all weights, and the base's weights are kept in host memory, which the CPU's device is.
     """
-    config, model_config = run.actor.config, run.actor.plan.model_config
+    config = run.actor.config
     if not config.lora_target_modules:
         serve = run.cfg.serve_config
         copies = 4 + (serve is not None and serve.sampler_ema_decay > 0) + (not run.device.sleeps)
         return 4 * copies * sum(elements.parameters for elements in run.actor.elements)
-    layers = sum(elements.dense_adapters for elements in run.actor.elements)
-    head = config.lora_r * (model_config.hidden_size + model_config.vocab_size)
     serve = run.cfg.serve_config
     copies = 4 + (serve is not None and serve.sampler_ema_decay > 0)
-    return 4 * copies * (layers + head)
+    return 4 * copies * count_client_elements(run)
+
+
+def count_client_elements(run: RunShape) -> int:
+    """Count the elements of the largest adapter of a client, the output layer's too; each rank has it in full."""
+    config, plan = run.actor.config, run.actor.plan
+    head = config.lora_r * (plan.model_config.hidden_size + plan.model_config.vocab_size)
+    return count_all_elements(plan, config).dense_adapters + head
 
 
 def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:

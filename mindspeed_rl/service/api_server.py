@@ -93,7 +93,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(settings: ServerSettings, listening: socket.socket, open_backend: Callable[[], Backend]) -> int:
-    """Serve until a signal; return 0 then, and 1 where the journal could not be written.
+    """Serve until a signal; return 0 then, and 1 where the journal could not be written or a device was lost.
 
     Args:
         settings: where and for whom.
@@ -114,14 +114,18 @@ async def _serve(
     settings: ServerSettings, listening: socket.socket, open_backend: Callable[[], Backend], *, is_local: bool
 ) -> int:
     backend = open_backend()
-    failures: list[OSError] = []
+    failures: list[str] = []
 
-    def fail(error: OSError) -> None:
+    def end(reason: str) -> None:
         if not failures:
-            _LOG.error("the journal in %s cannot be written: %s; the server ends", settings.folder, error)
-            failures.append(error)
+            _LOG.error("%s; the server ends", reason)
+            failures.append(reason)
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def fail(error: OSError) -> None:
+        end(f"the journal in {settings.folder} cannot be written: {error}")
+
+    backend.watch(lambda error: end(f"{error}; started again, it continues from {settings.folder}"))
     service = None
     try:
         service = Service(

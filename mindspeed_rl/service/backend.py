@@ -9,7 +9,7 @@ Calls of one model are made one after another, in the order of the client; calls
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -29,6 +29,10 @@ _CLIPS = ("clip_low_threshold", "clip_high_threshold")
 
 class CallError(ValueError):
     """A call that its caller has to change; the text is for the caller."""
+
+
+class BrokenBackendError(RuntimeError):
+    """A backend that cannot do anything any more; the server ends, and continues when it is started again."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,16 @@ def _check_ids(name: str, ids: Array, vocab_size: int) -> None:
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
         raise CallError(f"{name}: token id {wrong.flat[0]} is not in the vocabulary of {vocab_size}.")
+
+
+@dataclass(frozen=True)
+class PassCall:
+    """A pass of a model: its loss, and the gradient unless it is `forward_only`."""
+
+    model_id: str
+    data: Sequence[Datum]
+    loss: LossCall
+    forward_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -422,6 +436,10 @@ class Backend(Protocol):
 
     async def export_merged(self, model_id: str, folder: Path) -> None:
         """Write a model as a folder that transformers and vLLM load without an adapter."""
+        ...
+
+    def watch(self, failed: Callable[[BrokenBackendError], None]) -> None:
+        """Call this, from any thread, once nothing works any more; calls that wait then have no result."""
         ...
 
     async def close(self) -> None:

@@ -38,6 +38,8 @@ _SNAPSHOT_STEPS, _SNAPSHOT_BYTES = 10, 32 << 20
 _MAX_KEPT_BYTES = 8 << 30
 #: a model without work for so long makes room for one that waits, and between two looks for such a model
 _IDLE_S, _LOOK_S = 30.0, 1.0
+#: a busy model keeps its slot so long before it makes room for a key without one, or for another model of its key
+_TURN_S = 60.0
 #: end of the name of an export that is a model of its own, without an adapter
 _MERGED = ".merged"
 #: times that a restore is tried
@@ -57,6 +59,7 @@ class _Lane:
         waits_for_slot: all slots of the backend are taken.
         gives_way: it leaves its slot before the next operation, and waits for one again.
         idle_since_s: end of its last operation.
+        loaded_since_s: when it got its slot.
         metrics: metrics of the passes since the last step: sums of losses and of tokens.
     """
 
@@ -66,6 +69,7 @@ class _Lane:
     waits_for_slot: bool = False
     gives_way: bool = False
     idle_since_s: float = 0.0
+    loaded_since_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -229,7 +233,7 @@ class Lanes:
     async def _take_slot(self, model: Model, lane: _Lane) -> None:
         """Wait for a slot of the backend; a model without work for some time makes room, and comes back when it has some.
 
-        After that time a busy one makes room too, where its tenant has two more slots than this one's.
+        After that time a busy one makes room too, see `_request_room`.
         """
         since_s = time.monotonic()
         self._waiting[model.id] = model
@@ -237,6 +241,7 @@ class Lanes:
             while model.id not in self._loaded:
                 if len(self._loaded) < self._offered.num_slots and self._find_next() == model.id:
                     self._loaded.add(model.id)
+                    lane.loaded_since_s = time.monotonic()
                     return
                 if len(self._loaded) >= self._offered.num_slots:
                     idle = [(id, self._lanes[id]) for id in self._loaded if self._is_idle(self._lanes[id])]
@@ -264,14 +269,24 @@ class Lanes:
         return min(self._waiting, key=lambda id: counts[self._waiting[id].tenant])
 
     def _request_room(self, tenant: str) -> None:
-        """Let a model of the tenant with the most slots give way, where it has at least two more than this tenant."""
+        """Let a busy model give way to one of this tenant, which has waited.
+
+        It is one of the tenant with the most slots, where that has at least two more than this tenant. Else, as there are more
+        keys or models than slots, it is the one that has had its slot for longest, once its turn is over: of this tenant, or of
+        any where this one has no slot.
+        """
         counts = self._count_slots()
         if not counts or any(self._lanes[id].gives_way for id in self._loaded):
             return
-        (most, count), models = counts.most_common(1)[0], self._ledger.store.models
+        (most, count), models, now_s = counts.most_common(1)[0], self._ledger.store.models, time.monotonic()
         if count - counts[tenant] >= 2:
-            id = min((id for id in self._loaded if models[id].tenant == most), key=lambda id: self._lanes[id].idle_since_s)
-            self._lanes[id].gives_way = True
+            candidates = [(self._lanes[id].idle_since_s, id) for id in self._loaded if models[id].tenant == most]
+        else:
+            owners = {tenant} if counts[tenant] else set(counts)
+            held = [(self._lanes[id].loaded_since_s, id) for id in self._loaded if models[id].tenant in owners]
+            candidates = [(since_s, id) for since_s, id in held if now_s - since_s > _TURN_S]
+        if candidates:
+            self._lanes[min(candidates)[1]].gives_way = True
 
     @staticmethod
     def _is_idle(lane: _Lane) -> bool:

@@ -35,6 +35,7 @@ class Limits:
 
     Attributes:
         max_sessions: open sessions of all keys together.
+        max_sessions_per_key: its open sessions.
         session_timeout_s: seconds without a heartbeat after which a session ends.
         max_tokens_in_flight: tokens of its requests that wait or run.
         max_checkpoints: its checkpoints.
@@ -42,6 +43,7 @@ class Limits:
     """
 
     max_sessions: int = 1000
+    max_sessions_per_key: int = 250
     session_timeout_s: float = 600.0
     max_tokens_in_flight: int = 10**6
     max_checkpoints: int = 100

@@ -1,4 +1,4 @@
-"""The `Backend` of one process: a thread that owns the engines makes its calls one at a time, and samples in between.
+"""The `Backend` of a server: a thread that owns the engines makes its calls one at a time, and samples in between.
 
 Training calls run in the order in which they come. Between two of them the thread makes a step of all samples, so that neither
 waits for the other's queue to be empty.
@@ -19,9 +19,12 @@ from mindspeed_rl.config import RunConfig
 from mindspeed_rl.service.backend import (
     AdamParams,
     AdapterSpec,
+    BrokenBackendError,
+    CallError,
     Capabilities,
     Datum,
     LossCall,
+    PassCall,
     PassResult,
     SampleCall,
     SampleResult,
@@ -30,18 +33,30 @@ from mindspeed_rl.service.model_folder import ModelRecord
 from mindspeed_rl.service.opening import open_tenants
 
 if TYPE_CHECKING:
+    from mindspeed_rl.service.rank_group import TenantGroup
     from mindspeed_rl.service.tenants import Tenants
+
+    #: the models, of this process or of the processes of several devices
+    Models = Tenants | TenantGroup
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A function of the engines, and the future of its result; `is_short` ones run before waiting training calls."""
+    """A function of the engines, and the future of its result.
 
-    function: Callable[[Tenants], object]
+    Attributes:
+        is_short: it runs before training calls that wait.
+        model_id: it concerns only this model; "" where it may concern any.
+        call: a pass, in place of a function.
+    """
+
+    function: Callable[[Models], object] | None
     future: Future[Any]
     is_short: bool = False
+    model_id: str = ""
+    call: PassCall | None = None
 
 
 @dataclass
@@ -69,17 +84,26 @@ class LocalBackend:
         self._thread = threading.Thread(target=self._run, name="service-engines", daemon=True)
         self._opened: Future[Capabilities] = Future()
         self._config: RunConfig | None = None
+        self._num_nodes = 1
         self._has_ended = False
+        self._failed: Callable[[BrokenBackendError], None] | None = None
+        self._broken: BrokenBackendError | None = None
+        #: calls that the thread makes
+        self._running: list[Future[Any]] = []
 
     @classmethod
-    def open(cls, cfg: RunConfig) -> LocalBackend:
+    def open(cls, cfg: RunConfig, num_nodes: int = 1) -> LocalBackend:
         """Load the base and build the engines of a run file with `serve_config`; takes seconds to minutes.
+
+        Args:
+            cfg: the run file.
+            num_nodes: machines that the devices are spread over.
 
         Raises:
             ValueError: the run file is wrong; all violations are named.
         """
         backend = cls()
-        backend._config = cfg
+        backend._config, backend._num_nodes = cfg, num_nodes
         backend._thread.start()
         backend._capabilities = backend._opened.result()
         return backend
@@ -89,27 +113,55 @@ class LocalBackend:
     def _run(self) -> None:
         assert self._config is not None
         try:
-            tenants = open_tenants(self._config)
+            tenants = open_tenants(self._config, self._num_nodes)
         except BaseException as error:  # noqa: BLE001  (raised where `open` waits)
             self._opened.set_exception(error)
             return
         self._opened.set_result(tenants.capabilities)
         waiting: list[_Work] = []
+        try:
+            self._work(tenants, waiting)
+        except BrokenBackendError as error:
+            self._break(error, waiting)
+        else:
+            for work in waiting:
+                work.future.cancel()
+            for future in self._sampling.futures.values():
+                future.cancel()
+        tenants.close()
+
+    def _work(self, tenants: Models, waiting: list[_Work]) -> None:
+        """Make calls until the end."""
         while True:
             is_idle = not waiting and not tenants.is_sampling
-            ends = self._take(waiting, waits=is_idle)
-            if ends:
-                break
+            if self._take(waiting, waits=is_idle):
+                return
             if waiting:
-                _do(waiting.pop(0), tenants)
+                passes = _take_passes(waiting)
+                work = passes or [waiting.pop(0)]
+                self._running = [each.future for each in work]
+                if passes:
+                    _do_passes(passes, tenants)
+                else:
+                    _do(work[0], tenants)
             if tenants.is_sampling:
                 self._step(tenants)
             self._drop_samplers(tenants)
-        for work in waiting:
-            work.future.cancel()
-        for future in self._sampling.futures.values():
-            future.cancel()
-        tenants.close()
+
+    def _break(self, error: BrokenBackendError, waiting: list[_Work]) -> None:
+        """Tell the owner that nothing works any more; without one the calls that wait fail."""
+        self._broken, self._has_ended = error, True
+        if self._failed is not None:
+            self._failed(error)
+            return
+        self._take(waiting, waits=False)
+        futures = [*self._running, *(work.future for work in waiting), *self._sampling.futures.values()]
+        for future in (future for future in futures if not future.done()):
+            future.set_exception(error)
+
+    def watch(self, failed: Callable[[BrokenBackendError], None]) -> None:
+        """See `Backend.watch`."""
+        self._failed = failed
 
     def _take(self, waiting: list[_Work], *, waits: bool) -> bool:
         """Move what was requested to `waiting`, short work to its front; return whether the thread ends."""
@@ -128,13 +180,15 @@ class LocalBackend:
             else:
                 waiting.append(work)
 
-    def _step(self, tenants: Tenants) -> None:
+    def _step(self, tenants: Models) -> None:
         """Make a step of all samples; a failure fails every call in the engine."""
         sampling = self._sampling
         try:
             for name, result in tenants.step_sampling():
                 sampling.samplers.pop(name)
                 sampling.futures.pop(name).set_result(result)
+        except BrokenBackendError:
+            raise
         except Exception as error:  # noqa: BLE001  (raised where the calls wait)
             for name, future in list(sampling.futures.items()):
                 tenants.abort_sampling(name)
@@ -142,29 +196,35 @@ class LocalBackend:
             sampling.futures.clear()
             sampling.samplers.clear()
 
-    def _drop_samplers(self, tenants: Tenants) -> None:
+    def _drop_samplers(self, tenants: Models) -> None:
         for sampler in [name for name in self._sampling.drops if name not in self._sampling.samplers.values()]:
-            _do(
-                _Work(lambda tenants, sampler=sampler: tenants.drop_sampler(sampler), self._sampling.drops.pop(sampler)),
-                tenants,
-            )
+            self._running = [self._sampling.drops.pop(sampler)]
+            _do(_Work(lambda tenants, sampler=sampler: tenants.drop_sampler(sampler), self._running[0]), tenants)
 
     # ------------------------------------------------------------------ calls
 
-    def submit(self, function: Callable[[Tenants], _Result], *, is_short: bool = False) -> Future[_Result]:
+    def submit(
+        self, function: Callable[[Models], _Result], *, is_short: bool = False, model_id: str = ""
+    ) -> Future[_Result]:
         """Return the future of a function that the thread calls; one that is cancelled before it began is not called.
 
         Args:
             is_short: it runs before the training calls that wait.
+            model_id: it concerns only this model, so that passes of others need not wait for it; "" where it may concern any.
         """
-        if self._has_ended:
-            raise RuntimeError("the backend is closed")
         future: Future[_Result] = Future()
-        self._queue.put(_Work(function, future, is_short))
+        self._put(_Work(function, future, is_short, model_id))
         return future
 
-    async def _call(self, function: Callable[[Tenants], _Result], *, is_short: bool = False) -> _Result:
-        return await asyncio.wrap_future(self.submit(function, is_short=is_short))
+    def _put(self, work: _Work) -> None:
+        if self._has_ended:
+            raise self._broken or RuntimeError("the backend is closed")
+        self._queue.put(work)
+
+    async def _call(
+        self, function: Callable[[Models], _Result], *, is_short: bool = False, model_id: str = ""
+    ) -> _Result:
+        return await asyncio.wrap_future(self.submit(function, is_short=is_short, model_id=model_id))
 
     def capabilities(self) -> Capabilities:
         """See `Backend.capabilities`."""
@@ -177,15 +237,19 @@ class LocalBackend:
 
     async def forward_backward(self, model_id: str, data: Sequence[Datum], loss: LossCall, *, forward_only: bool) -> PassResult:
         """See `Backend.forward_backward`."""
-        return await self._call(lambda tenants: tenants.forward_backward(model_id, data, loss, forward_only=forward_only))
+        future: Future[PassResult] = Future()
+        self._put(_Work(None, future, model_id=model_id, call=PassCall(model_id, data, loss, forward_only)))
+        return await asyncio.wrap_future(future)
 
     async def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
         """See `Backend.optim_step`."""
-        return await self._call(lambda tenants: tenants.optim_step(model_id, params))
+        return await self._call(lambda tenants: tenants.optim_step(model_id, params), model_id=model_id)
 
     async def save_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         """See `Backend.save_state`."""
-        await self._call(lambda tenants: tenants.save_state(model_id, folder, with_optimizer=with_optimizer))
+        await self._call(
+            lambda tenants: tenants.save_state(model_id, folder, with_optimizer=with_optimizer), model_id=model_id
+        )
 
     async def load_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         """See `Backend.load_state`."""
@@ -204,7 +268,7 @@ class LocalBackend:
         result: Future[SampleResult] = Future()
         result.set_running_or_notify_cancel()
 
-        def start(tenants: Tenants) -> str:
+        def start(tenants: Models) -> str:
             name = tenants.start_sampling(sampler, call)
             self._sampling.futures[name], self._sampling.samplers[name] = result, sampler
             return name
@@ -216,7 +280,7 @@ class LocalBackend:
             self._queue.put(_Work(lambda tenants: self._abort(tenants, name), Future(), is_short=True))
             raise
 
-    def _abort(self, tenants: Tenants, name: str) -> None:
+    def _abort(self, tenants: Models, name: str) -> None:
         if self._sampling.futures.pop(name, None) is not None:
             self._sampling.samplers.pop(name)
             tenants.abort_sampling(name)
@@ -250,11 +314,57 @@ class LocalBackend:
         self._thread.join()
 
 
-def _do(work: _Work, tenants: Tenants) -> None:
+def _take_passes(waiting: list[_Work]) -> list[_Work]:
+    """Take the passes that can be computed with the first work, where that is one: the next pass of each other model.
+
+    Work of a model stays in its order: what waits behind other work of its model, or of any, stays there.
+    """
+    first = waiting[0].call
+    if first is None:
+        return []
+    taken, kept, blocked = list[_Work](), list[_Work](), set[str]()
+    for index, work in enumerate(waiting):
+        if not work.model_id:
+            kept += waiting[index:]
+            break
+        if work.call is not None and work.model_id not in blocked and work.call.forward_only == first.forward_only:
+            taken.append(work)
+        else:
+            kept.append(work)
+        blocked.add(work.model_id)
+    waiting[:] = kept
+    return taken
+
+
+def _do_passes(passes: Sequence[_Work], tenants: Models) -> None:
+    """Compute passes together, without those whose callers have gone."""
+    work = [each for each in passes if each.future.set_running_or_notify_cancel()]
+    try:
+        results = tenants.run_passes([each.call for each in work if each.call is not None]) if work else []
+    except BaseException as error:  # noqa: BLE001  (raised where the calls wait)
+        _fail([each.future for each in work], error)
+        return
+    for each, result in zip(work, results, strict=True):
+        if isinstance(result, CallError):
+            each.future.set_exception(result)
+        else:
+            each.future.set_result(result)
+
+
+def _do(work: _Work, tenants: Models) -> None:
     """Call the function, unless the caller has gone."""
     if not work.future.set_running_or_notify_cancel():
         return
+    assert work.function is not None  # passes are computed in another way
     try:
         work.future.set_result(cast(Any, work.function(tenants)))
     except BaseException as error:  # noqa: BLE001  (raised where the call waits)
-        work.future.set_exception(error)
+        _fail([work.future], error)
+
+
+def _fail(futures: Sequence[Future[Any]], error: BaseException) -> None:
+    """Let calls fail with an error; one after which nothing works is raised, and the calls have no result."""
+    if isinstance(error, BrokenBackendError):
+        raise error
+    for future in futures:
+        future.set_exception(error)

@@ -1,4 +1,7 @@
-"""The start of a service in this process: run file, environment and adaptors, before Megatron and vLLM are imported."""
+"""The start of a service: run file, environment and adaptors, before Megatron and vLLM are imported.
+
+On one device its engines are in this process; on several each device has a process, which Ray places.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,19 @@ from mindspeed_rl.planner.machine_memory import read_machine_memory
 from mindspeed_rl.platform.environment import EXACT_VARIABLE, HEAD_ADAPTERS_VARIABLE
 
 if TYPE_CHECKING:
+    from mindspeed_rl.service.rank_group import TenantGroup
     from mindspeed_rl.service.tenants import Tenants
 
 #: a process group of one process
 _SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
-def open_tenants(cfg: RunConfig) -> Tenants:
-    """Load the base model of a run file with `serve_config`, and build its engines in this process.
+def open_tenants(cfg: RunConfig, num_nodes: int = 1) -> Tenants | TenantGroup:
+    """Load the base model of a run file with `serve_config`, and build its engines.
+
+    Args:
+        cfg: the run file.
+        num_nodes: machines that the devices are spread over.
 
     Raises:
         ValueError: the run file is wrong; all violations are named.
@@ -28,8 +36,12 @@ def open_tenants(cfg: RunConfig) -> Tenants:
     if cfg.serve_config is None:
         raise ValueError("serve_config: the run file has no such group, which a service needs")
     # by name: these import torch, which reads the environment
-    run = registry.load("mindspeed_rl.run.models:resolve_run", "serve")(cfg, 1)
+    run = registry.load("mindspeed_rl.run.models:resolve_run", "serve")(cfg, num_nodes)
     run = registry.load("mindspeed_rl.run.models:plan_models", "serve")(run)
+    if run.placement.num_devices > 1:
+        _check_memory(run)
+        group: type[TenantGroup] = registry.load("mindspeed_rl.service.rank_group:TenantGroup", "serve")
+        return group(run)
     device = registry.load("mindspeed_rl.platform:select", "serve")(run.platform)
     process: Any = registry.load("mindspeed_rl.runtime.process:prepare_process", "serve")
     find_free_port: Any = registry.load("mindspeed_rl.runtime.process:find_free_port", "serve")
@@ -45,7 +57,7 @@ def open_tenants(cfg: RunConfig) -> Tenants:
     with collecting_seldom():
         process(("train", "rollout"), run.models["actor"].config)
         tenants: type[Tenants] = registry.load("mindspeed_rl.service.tenants:Tenants", "serve")
-        return tenants(run)
+        return tenants(run, f"service-{os.getpid()}")
 
 
 def _check_memory(run: Any) -> None:
@@ -55,5 +67,5 @@ def _check_memory(run: Any) -> None:
     planned = registry.load("mindspeed_rl.planner.devices:find_device", "serve")(run.config)
     plan_server = registry.load("mindspeed_rl.planner.server:plan_server", "serve")
     if run.platform == "cpu":  # a device has the memory of its kind; the CPU what this machine has left
-        planned = replace(planned, memory=read_machine_memory().available)
+        planned = replace(planned, memory=read_machine_memory().available // run.placement.num_devices)
     plan_server(run, planned).check()

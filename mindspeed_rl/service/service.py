@@ -8,9 +8,11 @@ import json
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from mindspeed_rl.config.keys.serve import MAX_PASSES
 from mindspeed_rl.service import messages
 from mindspeed_rl.service.backend import Backend, CallError
 from mindspeed_rl.service.bodies import (
@@ -34,8 +36,8 @@ from mindspeed_rl.service.turns import FairQueue, Meter
 _LOG = logging.getLogger(__name__)
 #: a call for a result waits so long; the SDK gives up after 45 s
 _LONG_POLL_S = 25.0
-#: passes that are given to the backend at the same time, and sequences
-_MAX_PASSES, _MAX_SEQUENCES = 4, 256
+#: sequences that are given to the backend at the same time
+_MAX_SEQUENCES = 256
 #: between two looks at what has expired
 _SWEEP_S = 5.0
 #: a session that has made nothing is forgotten so long after its end
@@ -86,7 +88,7 @@ class Service:
         self.store = self.ledger.store
         self.checkpoints = Checkpoints(folder / "checkpoints", self.ledger)
         self._histories = Histories(folder / "metrics")
-        passes = FairQueue(min(_MAX_PASSES, max(1, self.offered.num_slots)))
+        passes = FairQueue(min(MAX_PASSES, max(1, self.offered.num_slots)))
         meter = Meter()
         self.lanes = Lanes(self.ledger, backend, self.checkpoints, passes, meter, self._histories)
         self.samplers = Samplers(self.ledger, backend, self.checkpoints, FairQueue(_MAX_SEQUENCES), meter)
@@ -139,8 +141,11 @@ class Service:
     async def create_session(self, tenant: str, body: JsonObject) -> JsonObject:
         """Create a session."""
         asked = read_body("create_session", body)
-        num_open = sum(not row.ended for row in self.store.sessions.values())
-        if num_open >= self.ledger.limits.max_sessions:
+        limits = self.ledger.limits
+        open_of = Counter(row.tenant for row in self.store.sessions.values() if not row.ended)
+        if open_of[tenant] >= limits.max_sessions_per_key:
+            raise RefusedError(429, f"{open_of[tenant]} sessions of this API key are open, its limit; finish one, or wait")
+        if (num_open := open_of.total()) >= limits.max_sessions:
             raise RefusedError(429, f"{num_open} sessions are open, the limit of this server; finish one, or wait")
         id = secrets.token_hex(12)
         change = self.store.sessions.put(

@@ -1,61 +1,36 @@
-"""Models of many clients on one base: one training engine and one rollout engine in this process.
+"""Models and samplers of many clients on one base: the training engine and the rollout engine of this rank.
 
-Each model is an adapter with the state of its own AdamW. A pass fills the slot of the training engine with one model's matrices
-and computes only the rows of that model, so that its gradients, weights and samples have the bits that they have without the
-others. The gradient of a model is the float32 sum of its passes since its last step.
-
-Without `lora_target_modules` there is one model, and the slot is all weights. Its samplers are folders of weights, which take
-turns in the rollout engine.
+Samplers of adapters share the steps of the rollout engine. Those of full weights are folders of weights, which take turns.
 
 Importing this imports Megatron and vLLM: `service.opening` prepares the process first.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import math
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from mindspeed_rl.algorithms.call_losses import compute_call_loss
-from mindspeed_rl.algorithms.interfaces import LossInputs
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
-from mindspeed_rl.engine.interface import NonFiniteError
-from mindspeed_rl.engine.lora import ATTENTION_TARGETS, MLP_TARGETS, AdapterSlot, save_peft
-from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import init_distributed
-from mindspeed_rl.engine.vocab import compute_vocab_log_probs
-from mindspeed_rl.engine.weight_slot import WeightSlot
 from mindspeed_rl.run import Run
 from mindspeed_rl.scratch import make_owned_folder
 from mindspeed_rl.service.backend import (
-    AdamParams,
-    AdapterSpec,
     CallError,
     Capabilities,
-    Datum,
-    LossCall,
-    PassResult,
     SampleCall,
     SampleResult,
-    check_data,
-    drop_seed,
 )
-from mindspeed_rl.service.model_folder import ADAPTER, TENSORS, ModelRecord, building
+from mindspeed_rl.service.client_models import HEAD_A, HEAD_B, ClientModel, ClientModels
+from mindspeed_rl.service.model_folder import ADAPTER, TENSORS, building
 from mindspeed_rl.service.sampler_turns import SamplerTurns
 from mindspeed_rl.service.sampling import SamplingEngine
 from mindspeed_rl.workers.roles import Role, build_micro_batching, build_pass_settings
@@ -63,72 +38,6 @@ from mindspeed_rl.workers.rollout_replica import RolloutReplica, build_vllm
 
 #: name of the base's weights in the rollout engine
 _BASE = "base"
-#: matrices of the output layer, next to the slot's matrices
-_HEAD_A, _HEAD_B = "lm_head.lora_A", "lm_head.lora_B"
-
-
-@dataclass(frozen=True)
-class _CallHead(HeadOutputs):
-    """Log-probs of targets, one or several per token, under the output layer with a model's adapter of it.
-
-    Attributes:
-        a, b: [r, h] and [v, r]; None without an adapter.
-        scale: factor of B A.
-        num_targets: targets per token, in the column "targets"; 0 for one, the label.
-    """
-
-    a: Tensor | None = None
-    b: Tensor | None = None
-    scale: float = 1.0
-    num_targets: int = 0
-
-    @property
-    def count(self) -> int:  # pyrefly: ignore[bad-override]  (a property in place of a constant)
-        """Number of the results."""
-        return max(1, self.num_targets)
-
-    def compute(self, head: HeadPass, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Compute them, [rows, width] each."""
-        micro_batch, weight, vocab = head.micro_batch, head.weight, head.vocab
-        if self.a is not None and self.b is not None:
-            inner = functional.linear(hidden, self.a.to(hidden.dtype)) * self.scale
-            vocab = replace(vocab, frozen=weight, adds_to_main_grad=False)
-            weight = functional.pad(self.b, (0, 0, 0, len(weight) - len(self.b))).to(weight.dtype)
-            hidden = torch.cat([hidden, inner], 1)
-        if not self.num_targets:
-            return head.align(compute_vocab_log_probs(hidden, weight, micro_batch.labels, vocab)[:1])
-        ids = micro_batch.columns["targets"].flatten(0, 1).index_select(0, micro_batch.slots)
-        log_probs = compute_vocab_log_probs(hidden, weight, micro_batch.labels, vocab, others=ids)[2]
-        return head.align(log_probs.unbind(1))
-
-
-@dataclass
-class _Model:
-    """A client's model.
-
-    Attributes:
-        spec: as the client asked for it; None for full weights.
-        settings: rank, scale and layers of its adapter; None likewise.
-        matrices: float32, by name; their `grad` is the gradient that waits for a step, None without one.
-        optimizer: its AdamW.
-        averages: moving averages of the matrices, by name; empty where samplers have the last weights.
-        num_steps: steps that it has made.
-    """
-
-    spec: AdapterSpec | None
-    settings: LoraSettings | None
-    matrices: dict[str, nn.Parameter]
-    optimizer: torch.optim.AdamW
-    averages: dict[str, Tensor] = field(default_factory=dict)
-    num_steps: int = 0
-
-    def average(self, decay: float) -> None:
-        """Move the averages by a step: they begin with the first step's matrices."""
-        for name, parameter in self.matrices.items():
-            if name in self.averages:
-                self.averages[name].lerp_(parameter.detach(), 1 - decay)
-            else:
-                self.averages[name] = parameter.detach().clone()
 
 
 @dataclass(frozen=True)
@@ -139,40 +48,44 @@ class _Sampler:
     weights: str
 
 
-def _build_optimizer(matrices: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(list(matrices.values()), lr=0.0, foreach=False)
-
-
-class Tenants:
+class Tenants(ClientModels):
     """Models and samplers on one base; every method runs to its end, one at a time. `Backend` describes the calls."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, run_id: str) -> None:
         """Load the base, and build both engines.
 
         Args:
             run: a run file's run with `serve_config`, with its models planned.
+            run_id: unique to the server and equal on all its ranks.
         """
         serve = run.config.serve_config
         assert serve is not None
         model = run.models["actor"]
-        self._run, self._serve = run, serve
         init_distributed(model.config, model.plan.layout.vpp)
         self._tokenizer = load_tokenizer_of(model.config, model.source)
         # greedy or not: clients compute with the log-probs of the model itself
         passes = replace(build_pass_settings(run, self._tokenizer), temperature=1.0, shares_prefixes=False)
-        self._role = Role("actor", model, passes, steps_per_iteration=None, has_gradients=True)
-        self._engine = self._role.megatron
-        self._engine.start_gradients()
-        self._trains_all = not self._role.config.lora_target_modules
-        self._slot: AdapterSlot | WeightSlot = (WeightSlot if self._trains_all else AdapterSlot)(self._role.model)
-        self._batching = build_micro_batching(run.rl, "update", 1)
-        self._filled: tuple[str, int] | None = None
-        self._models: dict[str, _Model] = {}
+        trains_all = not model.config.lora_target_modules
+        # gradients of adapters are those of their models' matrices
+        self._role = Role("actor", model, passes, steps_per_iteration=None, has_gradients=trains_all)
+        folder = model.source.hf_folder
+        offered = Capabilities(
+            base_model=serve.model_name or folder.name,
+            base_model_folder=folder,
+            vocab_size=model.plan.model_config.vocab_size,
+            max_tokens=run.generate.max_model_len,
+            max_rank=0,
+            num_slots=serve.num_models,
+            unembed=True,
+            full_weights=trains_all,
+        )
+        batching = build_micro_batching(run.rl, "update", 1)
+        super().__init__(self._role.megatron, model.config, batching, offered, ema_decay=serve.sampler_ema_decay)
         self._replica = RolloutReplica(
             run,
             None,
             self._tokenizer,
-            f"service-{os.getpid()}",
+            run_id,
             build=partial(
                 build_vllm, engine_class=SamplingEngine, num_adapters=serve.num_engine_adapters or serve.num_models
             ),
@@ -183,210 +96,17 @@ class Tenants:
         self._replica.load(self._role.stream, next(self._versions), base_only=not self._trains_all)
         ends = self._sampling.sampling.stop_token_ids
         self._turns = SamplerTurns(self._sampling, _BASE, self._load_into_engine, ends)
-        self._folder, self._remove_folder = make_owned_folder(self, "mindspeed-rl-samplers-")
+        self._remove_folder: Callable[[], object] = lambda: None
+        if self._ranks.size == 1:
+            self._folder, self._remove_folder = make_owned_folder(self, "mindspeed-rl-samplers-")
+        else:  # where all machines see it; an earlier server's samplers are no one's
+            self._folder = Path(serve.folder).expanduser().absolute() / "samplers"
+            self._ranks.run_on_first(lambda: shutil.rmtree(self._folder, ignore_errors=True))
         self._samplers: dict[str, _Sampler] = {}
         self._sampler_names = (f"sampler-{index}" for index in itertools.count())
         self._call_names = (f"call-{index}" for index in itertools.count())
-        folder = model.source.hf_folder
-        self.capabilities = Capabilities(
-            base_model=serve.model_name or folder.name,
-            base_model_folder=folder,
-            vocab_size=model.plan.model_config.vocab_size,
-            max_tokens=run.generate.max_model_len,
-            max_rank=self._slot.rank,
-            num_slots=serve.num_models,
-            unembed=True,
-            full_weights=self._trains_all,
-        )
-
-    # ------------------------------------------------------------------ models
-
-    def create_model(self, model_id: str, spec: AdapterSpec | None) -> None:
-        """See `Backend.create_model`."""
-        self._check_new(model_id, spec)
-        self._models[model_id] = self._build_model(spec, self._init_matrices(model_id, spec))
-
-    def _check_new(self, model_id: str, spec: AdapterSpec | None) -> None:
-        offered = self.capabilities
-        if (spec is None) != self._trains_all:
-            needs = "full weights, no adapters; leave it out" if self._trains_all else "adapters, no full weights; give a rank"
-            raise CallError(f"lora_config: this server trains {needs}.")
-        if spec is not None and spec.rank > offered.max_rank:
-            raise CallError(f"lora_config.rank: {spec.rank} is above this server's {offered.max_rank}.")
-        if spec is not None and not self._list_targets(spec) and not spec.train_unembed:
-            raise CallError("lora_config: none of the layers that this server adapts would be trained.")
-        if model_id in self._models:
-            raise CallError(f"model {model_id} exists already.")
-        if len(self._models) >= offered.num_slots:
-            raise CallError(
-                f"all {offered.num_slots} models of this server are in use; unload one, or wait for a session to end."
-            )
-
-    def _list_targets(self, spec: AdapterSpec) -> tuple[str, ...]:
-        named = (*(ATTENTION_TARGETS if spec.train_attn else ()), *(MLP_TARGETS if spec.train_mlp else ()))
-        return tuple(target for target in named if target in (self._role.config.lora_target_modules or ()))
-
-    def _build_settings(self, spec: AdapterSpec | None) -> LoraSettings | None:
-        if spec is None:
-            return None
-        return LoraSettings(spec.rank, self._role.config.lora_alpha, 0.0, self._list_targets(spec))
-
-    def _init_matrices(self, model_id: str, spec: AdapterSpec | None) -> dict[str, Tensor]:
-        if spec is None:
-            return self._slot.init(None, 0)
-        seed = spec.seed
-        if seed is None:
-            seed = int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7], "big")
-        matrices = self._slot.init(self._build_settings(spec), seed)
-        if spec.train_unembed:
-            config = self._role.engine.plan.model_config
-            generator = torch.Generator().manual_seed(
-                int.from_bytes(hashlib.sha256(f"{seed}/lm_head".encode()).digest()[:7], "big")
-            )
-            bound = 1.0 / math.sqrt(config.hidden_size)
-            matrices[_HEAD_A] = torch.empty(spec.rank, config.hidden_size).uniform_(-bound, bound, generator=generator)
-            matrices[_HEAD_B] = torch.zeros(config.vocab_size, spec.rank)
-        return matrices
-
-    def _build_model(self, spec: AdapterSpec | None, matrices: Mapping[str, Tensor]) -> _Model:
-        # sorted, as in a file: the norm of the gradient adds them up in this order. Copies: tensors of a file begin at any
-        # address, and products of such a matrix may round otherwise
-        parameters = {name: nn.Parameter(_copy(matrices[name], self._engine.device)) for name in sorted(matrices)}
-        return _Model(spec, self._build_settings(spec), parameters, _build_optimizer(parameters))
-
-    def _find(self, model_id: str) -> _Model:
-        if model_id not in self._models:
-            raise CallError(f"model {model_id} does not exist.")
-        return self._models[model_id]
-
-    def unload(self, model_id: str) -> None:
-        """See `Backend.unload`."""
-        self._find(model_id)
-        del self._models[model_id]
-        if self._filled is not None and self._filled[0] == model_id:
-            self._filled = None
-
-    def _fill_slot(self, model_id: str, model: _Model) -> None:
-        """Compute with this model from now on."""
-        if self._filled != (model_id, model.num_steps):
-            self._filled = None
-            self._slot.fill(model.matrices, model.settings)
-            self._filled = (model_id, model.num_steps)
-
-    # ------------------------------------------------------------------ passes and steps
-
-    def forward_backward(
-        self, model_id: str, data: Sequence[Datum], loss: LossCall, *, forward_only: bool = False
-    ) -> PassResult:
-        """See `Backend.forward_backward`."""
-        model = self._find(model_id)
-        check_data(data, loss, self.capabilities)
-        rows, num_targets = _build_rows(data)
-        self._fill_slot(model_id, model)
-        # leaves of only this pass: a failed one leaves nothing behind
-        head = [model.matrices[name].detach().requires_grad_(not forward_only) for name in (_HEAD_A, _HEAD_B)
-                if name in model.matrices]  # fmt: skip
-        scale = 1.0 if model.settings is None else model.settings.scale
-        outputs = _CallHead(*(head or (None, None)), scale=scale, num_targets=num_targets)
-        compute = partial(compute_call_loss, loss.name, loss.config)
-        if forward_only:
-            results = self._engine.forward(rows, self._batching, outputs)
-            assert results is not None  # a world of one rank
-            losses = [_compute_host_loss(compute, rows, results, index) for index in range(len(data))]
-        else:
-            try:
-                computed = self._engine.compute_gradients(rows, self._batching, compute, outputs)
-            except NonFiniteError as error:
-                raise CallError(f"{loss.name}: {error}; check logprobs, advantages and weights.") from error
-            assert computed is not None
-            *results, losses = computed
-            gradients = self._slot.read_gradients(model.matrices)
-            gradients |= {name: leaf.grad for name, leaf in zip((_HEAD_A, _HEAD_B), head) if leaf.grad is not None}
-            for name, gradient in gradients.items():
-                parameter = model.matrices[name]
-                parameter.grad = gradient.float().clone() if parameter.grad is None else parameter.grad.add_(gradient)
-        return PassResult(
-            tuple(
-                _build_output(datum, [column[index] for column in results], losses[index]) for index, datum in enumerate(data)
-            ),
-            {"loss:sum": math.fsum(float(term) for row in losses for term in row)},
-        )
-
-    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """See `Backend.optim_step`."""
-        model = self._find(model_id)
-        parameters = list(model.matrices.values())
-        for parameter in parameters:
-            if parameter.grad is None:  # no pass: a step with a gradient of 0, as moments and decay go on
-                parameter.grad = torch.zeros_like(parameter)
-        norm = torch.nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters], foreach=False)
-        if not norm.isfinite():
-            model.optimizer.zero_grad()
-            raise CallError(
-                f"optim_step: the norm of the gradient is {norm.item()}; the gradient was dropped, no weight changed."
-            )
-        if params.grad_clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, params.grad_clip_norm, norm, foreach=False)
-        for group in model.optimizer.param_groups:
-            group |= {
-                "lr": params.learning_rate,
-                "betas": (params.beta1, params.beta2),
-                "eps": params.eps,
-                "weight_decay": params.weight_decay,
-            }
-        model.optimizer.step()
-        model.optimizer.zero_grad()
-        model.num_steps += 1
-        if self._serve.sampler_ema_decay:
-            model.average(self._serve.sampler_ema_decay)
-        return {"grad_norm:mean": norm.item(), "step:max": float(model.num_steps)}
 
     # ------------------------------------------------------------------ folders
-
-    def save_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """See `Backend.save_state`."""
-        model = self._find(model_id)
-        with building(folder) as partial_folder:
-            tensors = {name: parameter.detach() for name, parameter in model.matrices.items()}
-            tensors |= {f"average/{name}": value for name, value in model.averages.items()}
-            if with_optimizer:
-                tensors |= {f"{kind}/{name}": value for kind, name, value in _list_moments(model)}
-            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial_folder / TENSORS)
-            record = ModelRecord(model.spec, self.capabilities.base_model, model.num_steps, with_optimizer)
-            record.write(partial_folder)
-            if not self._trains_all:  # full weights are there already; `export_adapter` writes them for transformers
-                self._write_peft(model, partial_folder / ADAPTER)
-
-    def load_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """See `Backend.load_state`."""
-        record = self._read_record(folder)
-        spec = record.spec
-        if with_optimizer and not record.has_optimizer:
-            raise CallError(f"{folder} was saved without the optimizer's state; load it without.")
-        existing = self._models.get(model_id)
-        if existing is None:
-            self._check_new(model_id, spec)
-        elif drop_seed(existing.spec) != drop_seed(spec):
-            raise CallError(f"{folder} has another adapter than model {model_id}: {spec}, not {existing.spec}.")
-        tensors = load_file(folder / TENSORS)
-        model = self._build_model(spec, {name: tensor for name, tensor in tensors.items() if "/" not in name})
-        if with_optimizer:
-            model.num_steps = record.num_steps
-            _load_moments(model, tensors)
-        if self._serve.sampler_ema_decay:
-            averages = {name: tensors[f"average/{name}"] for name in model.matrices if f"average/{name}" in tensors}
-            model.averages = {name: _copy(tensor, self._engine.device) for name, tensor in averages.items()}
-        self._models[model_id] = model
-        if self._filled is not None and self._filled[0] == model_id:
-            self._filled = None
-
-    def _read_record(self, folder: Path) -> ModelRecord:
-        record = ModelRecord.read(folder, self.capabilities.base_model)
-        if (record.spec is None) != self._trains_all:
-            kinds = ("full weights", "adapters")
-            has, trains = kinds if record.spec is None else kinds[::-1]
-            raise CallError(f"{folder} has {has}, and this server trains {trains}.")
-        return record
 
     def export_adapter(self, source: str | Path, folder: Path) -> None:
         """See `Backend.export_adapter`."""
@@ -395,11 +115,14 @@ class Tenants:
                 self._write_full(self._read_weights(source), partial_folder)
         elif isinstance(source, Path):
             self._read_record(source)
-            with building(folder) as partial_folder:
-                shutil.copytree(source / ADAPTER, partial_folder, dirs_exist_ok=True)
+            self._ranks.run_on_first(lambda: _copy_adapter(source, folder))
         else:
-            with building(folder) as partial_folder:
-                self._write_peft(self._find(source), partial_folder)
+            model = self._find(source)
+            self._ranks.run_on_first(lambda: self._write_adapter(model, folder))
+
+    def _write_adapter(self, model: ClientModel, folder: Path) -> None:
+        with building(folder) as partial_folder:
+            self._write_peft(model, partial_folder)
 
     def _read_weights(self, source: str | Path) -> Mapping[str, Tensor]:
         """Return the full weights that a model, or a folder of one, is sampled with."""
@@ -424,42 +147,28 @@ class Tenants:
         self._slot.fill(weights, None)
         self._replica.load(self._role.stream, next(self._versions))
 
-    def _fill_for_sampling(self, model: _Model) -> Mapping[str, Tensor]:
-        """Fill the slot with the matrices that a model samples with, and return them."""
-        matrices: Mapping[str, Tensor] = model.averages or model.matrices
-        self._filled = None
-        self._slot.fill(matrices, model.settings)
-        return matrices
-
-    def _write_peft(self, model: _Model, folder: Path) -> None:
-        assert model.settings is not None
-        matrices = self._fill_for_sampling(model)
-        head: dict[str, tuple[Tensor, Tensor]] = {}
-        if _HEAD_A in matrices:
-            head["lm_head"] = matrices[_HEAD_A].detach().cpu(), matrices[_HEAD_B].detach().cpu()
-        save_peft(self._role.model, model.settings, folder, str(self._role.source.hf_folder), others=head)
-
     def export_merged(self, model_id: str, folder: Path) -> None:
         """Write a model as a folder that transformers and vLLM load without an adapter: the base with its matrices added."""
         if self._trains_all:
             self.export_adapter(model_id, folder)
             return
         model = self._find(model_id)
-        matrices = self._fill_for_sampling(model)
-        with building(folder) as partial_folder:
+        matrices: Mapping[str, Tensor] = model.averages or model.matrices
+        self._slot.fill(matrices, model.settings)
+        with self._ranks.building(folder) as partial_folder:
             self._role.save_hf(partial_folder, output_layer=self._merge_head(model, matrices))
 
     @torch.no_grad()
-    def _merge_head(self, model: _Model, matrices: Mapping[str, Tensor]) -> Tensor | None:
+    def _merge_head(self, model: ClientModel, matrices: Mapping[str, Tensor]) -> Tensor | None:
         """Return the output layer with its adapter added; None without one."""
-        if _HEAD_A not in matrices:
+        if HEAD_A not in matrices:
             return None
         assert model.settings is not None
         chunk = self._role.model.models[-1]
         tied = chunk.share_embeddings_and_output_weights
         weight = cast(Tensor, chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight)
-        weight = weight[: self.capabilities.vocab_size]
-        merged = weight.float() + model.settings.scale * (matrices[_HEAD_B] @ matrices[_HEAD_A])
+        weight = self._ranks.join_vocabulary(weight.detach())[: self.capabilities.vocab_size]
+        merged = weight.float() + model.settings.scale * (matrices[HEAD_B] @ matrices[HEAD_A])
         return merged.to(weight.dtype).cpu()
 
     # ------------------------------------------------------------------ samplers
@@ -495,13 +204,28 @@ class Tenants:
             raise CallError(f"sampler {sampler} does not exist.")
         return self._samplers[sampler]
 
-    def start_sampling(self, sampler: str, call: SampleCall) -> str:
-        """Add a call to the engine; its result comes from a `step_sampling` under the name that is returned."""
+    def start_sampling(self, sampler: str, call: SampleCall, replica: int = 0) -> str:
+        """Add a call to the engine; its result comes from a `step_sampling` under the name that is returned.
+
+        Args:
+            replica: index of the engine that computes it.
+        """
         found = self._find_sampler(sampler)
         call.check(self.capabilities)
         name = next(self._call_names)
-        self._turns.start(name, call, found.adapter, found.weights)
+        if replica == self._replica.replica:
+            self._turns.start(name, call, found.adapter, found.weights)
         return name
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the number of rollout engines."""
+        return self._replica.num_replicas
+
+    @property
+    def is_output(self) -> bool:
+        """Return True on the rank that returns the results of its rollout engine."""
+        return self._replica.is_output
 
     @property
     def is_sampling(self) -> bool:
@@ -530,74 +254,12 @@ class Tenants:
         return self._tokenizer
 
     def close(self) -> None:
-        """Remove the files of samplers; engines end with the process."""
+        """Remove the files of samplers; engines end with the process. Not collective."""
         self._remove_folder()
+        if self._ranks.size > 1:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a float32 copy in memory of torch's own alignment."""
-    return tensor.to(device, torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-
-def _build_rows(data: Sequence[Datum]) -> tuple[Rows, int]:
-    """Return the rows of a call, and the targets per token where some datum has several (else 0)."""
-    targets = [np.asarray(datum.inputs["target_tokens"], np.int64) for datum in data]
-    num_targets = max((array.shape[1] for array in targets if array.ndim == 2), default=0)
-    names = {name for datum in data for name in datum.inputs} - {"target_tokens"}
-    columns: dict[str, list[Tensor]] = {}
-    for name in sorted(names):
-        values = [np.asarray(datum.inputs[name], np.float32) for datum in data if name in datum.inputs]
-        if len(values) < len(data):
-            raise CallError(f"loss_fn_inputs.{name}: some of the data have it and some have not; give it to all.")
-        columns[name] = [torch.from_numpy(_widen(array, num_targets).copy()) for array in values]
-    if num_targets:
-        columns["targets"] = [torch.from_numpy(_widen(array, num_targets).copy()) for array in targets]
-    return (
-        Rows(
-            input_ids=[torch.tensor(datum.tokens, dtype=torch.int64) for datum in data],
-            prompt_lengths=[1] * len(data),
-            columns=columns,
-            targets=[torch.from_numpy((array if array.ndim == 1 else array[:, 0]).copy()) for array in targets],
-        ),
-        num_targets,
-    )
-
-
-def _widen(values: np.ndarray, num_targets: int) -> np.ndarray:
-    """Return [N, num_targets] with zeros for targets that a datum does not have; [N] where there is one for all."""
-    if not num_targets:
-        return values
-    values = values[:, None] if values.ndim == 1 else values
-    return np.pad(values, ((0, 0), (0, num_targets - values.shape[1])))
-
-
-def _compute_host_loss(compute: Any, rows: Rows, results: Sequence[Sequence[Tensor]], index: int) -> Tensor:
-    """Return the terms of a row's loss from its log-probs."""
-    outputs = tuple(column[index][None] for column in results)
-    columns = {name: values[index][None] for name, values in rows.columns.items()}
-    return compute(LossInputs(outputs, torch.ones_like(outputs[0], dtype=torch.bool), columns))[0]
-
-
-def _build_output(datum: Datum, log_probs: Sequence[Tensor], losses: Tensor) -> dict[str, Any]:
-    targets = datum.inputs["target_tokens"]
-    if targets.ndim == 2:
-        return {"logprobs": torch.stack(list(log_probs), -1)[:, : targets.shape[1]].float().numpy()}
-    return {"logprobs": log_probs[0].float().numpy(), "elementwise_loss": losses.float().numpy()}
-
-
-def _list_moments(model: _Model) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (kind, name of the matrix, moment), zeros before the first step."""
-    for name, parameter in model.matrices.items():
-        state = model.optimizer.state.get(parameter, {})
-        for kind in ("exp_avg", "exp_avg_sq"):
-            yield kind, name, state.get(kind, torch.zeros_like(parameter))
-
-
-def _load_moments(model: _Model, tensors: Mapping[str, Tensor]) -> None:
-    if not model.num_steps:
-        return
-    for name, parameter in model.matrices.items():
-        model.optimizer.state[parameter] = {
-            "step": torch.tensor(float(model.num_steps)),
-            **{kind: _copy(tensors[f"{kind}/{name}"], parameter.device) for kind in ("exp_avg", "exp_avg_sq")},
-        }
+def _copy_adapter(source: Path, folder: Path) -> None:
+    with building(folder) as partial_folder:
+        shutil.copytree(source / ADAPTER, partial_folder, dirs_exist_ok=True)

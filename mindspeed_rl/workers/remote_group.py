@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -203,6 +203,7 @@ class WorkerKind:
         target, adapted, title, log_name: see `ProcessSettings`.
         saves: groups of the run file whose models they write checkpoints of.
         built: see `RemoteGroup`.
+        env: variables that only they have.
     """
 
     target: str
@@ -211,6 +212,7 @@ class WorkerKind:
     log_name: str = "rank"
     saves: tuple[str, ...] = ()
     built: str = "the models are loaded"
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 def start_group(
@@ -242,7 +244,10 @@ def start_group(
     attention = None if run.attention is None else run.attention.kernel
     return RemoteGroup(
         settings,
-        build_worker_environment(run.config, run.platform, run.num_nodes, threads=threads, attention=attention),
+        {
+            **build_worker_environment(run.config, run.platform, run.num_nodes, threads=threads, attention=attention),
+            **kind.env,
+        },
         num_cpus=(run.config.rl_config or RLConfig()).num_cpus_for_placement_group,
         plane=plane,
         monitor=WaitMonitor(run.folder, run.deadlines, run.fault_tolerance),

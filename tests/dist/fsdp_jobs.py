@@ -21,8 +21,8 @@ from mindspeed_rl.diagnostics import engine_parity
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
-from mindspeed_rl.engine.lora import AdapterSlot, adapters_disabled, list_adapters, map_ops, save_peft
-from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.lora import adapters_disabled, list_adapters, save_peft
+from mindspeed_rl.engine.lora_layers import AdaptedModule, LoraSettings
 from mindspeed_rl.engine.optimizer import reload_main_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.transfer import WeightStream
@@ -171,15 +171,14 @@ def megatron_adapters(setting: Setting, folder: str, steps: int = 3) -> dict[str
             adapter.b.copy_(0.1 * torch.randn(adapter.b.shape, generator=generator))
         reload_main_weights(engine.optimizer)
         save_peft(engine.model, settings, folder, setting.folder)
-        ops, slot = map_ops(engine.model), AdapterSlot(engine.model)
-        matrices = {f"{op.mcore}.lora_A": adapter.a for op, adapter in list_adapters(engine.model)}
+        modules = [module for chunk in engine.model.models for module in chunk.modules() if isinstance(module, AdaptedModule)]
 
         def keep() -> None:
-            read = slot.read_gradients(matrices)
-            for name in [name.removesuffix(".lora_A") for name in matrices]:
-                op, of_b = ops[name], read[f"{name}.lora_B"]
+            for (op, _), module in zip(list_adapters(engine.model), modules, strict=True):
+                # Megatron's mark on a parameter: its gradient in the flat buffer
+                of_a, of_b = module.lora_a.main_grad, module.lora_b.main_grad
                 for tensor, rows in (op.shards_to_hf([of_b]) if op.splits[0].dim == 0 else {op.hf[0]: of_b}).items():
-                    gradients.setdefault(f"{tensor}.A", read[f"{name}.lora_A"].numpy().copy())
+                    gradients.setdefault(f"{tensor}.A", of_a.numpy().copy())
                     gradients.setdefault(f"{tensor}.B", rows.numpy().copy())
 
         engine.on_gradients.append(keep)

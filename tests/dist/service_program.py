@@ -140,16 +140,22 @@ async def follow(backend: LocalBackend, names: Sequence[str], turned: int) -> di
     return {name: log.seen for name, log in logs.items()}
 
 
-async def check_company(backend: LocalBackend) -> list[str]:
-    """Models whose bits depend on the others."""
+async def count_joined(backend: LocalBackend) -> int:
+    return await asyncio.wrap_future(backend.submit(lambda tenants: tenants.num_joined_passes))
+
+
+async def check_company(backend: LocalBackend) -> dict[str, Any]:
+    """Models whose bits depend on the others, and passes with rows of several models: of models alone, and together."""
     alone: dict[str, list[Any]] = {}
+    before = await count_joined(backend)
     for name in SPECS:
         alone |= await follow(backend, [name], 0)
+    joined = [await count_joined(backend) - before]
     differing = []
     for names, turned in ((list("abcd"), 0), (list("dbca"), 1)):
         together = await follow(backend, names, turned)
         differing += [f"{name} in {names}" for name in names if together[name] != alone[name]]
-    return differing
+    return {"differing": differing, "joined": [*joined, await count_joined(backend) - before]}
 
 
 def reference_gradients(

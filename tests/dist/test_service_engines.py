@@ -42,7 +42,8 @@ def test_passes_have_the_log_probs_losses_and_gradients_of_transformers_with_pef
 
 
 def test_a_model_has_the_same_bits_alone_and_with_three_others_in_any_order(seen: dict[str, Any]) -> None:
-    assert seen["company"] == []
+    # 16 passes of four models, twice: at least some of them waited together
+    assert seen["company"]["differing"] == [] and seen["company"]["joined"][0] == 0 < seen["company"]["joined"][1]
 
 
 def test_a_loaded_model_goes_on_exactly_and_without_moments_as_a_new_one(seen: dict[str, Any]) -> None:

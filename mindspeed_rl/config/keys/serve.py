@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.schema import Range, key
 
+#: passes of models that are given to the engines at the same time
+MAX_PASSES = 4
+
 # fmt: off
 
 
@@ -39,6 +42,8 @@ class ServeConfig:
         "每行一个 API key 及其所有者的文件；不设时接受任何 key", on_resume="exact")
     max_sessions: int = key(1000, "sessions that are open at the same time", "同时打开的会话数", range=Range.PROCESSES,
         on_resume="exact")
+    max_sessions_per_key: int = key(250, "sessions of an API key that are open at the same time",
+        "一个 API key 同时打开的会话数", range=Range.PROCESSES, on_resume="exact")
     session_timeout_s: float = key(600.0, "seconds without a heartbeat after which a session ends",
         "多少秒没有心跳后会话结束", range=Range.WAIT_S, on_resume="exact")
     max_tokens_in_flight: int = key(10**6, "tokens of the waiting and running requests of an API key",

@@ -773,9 +773,7 @@ def _server(run: Run) -> Iterator[Broken]:
             {"serve_config.num_models": 1},
             {"actor_config.lora_target_modules": list(LORA_TARGETS)},
         )
-    if (size := run.placement.num_devices) > 1:
-        text = f"serve_config trains and samples on one device, and the run file has {size}"
-        yield violate("server_devices", text, {"rl_config.actor_resource.num_npus": 1})
+    yield from _server_layout(run)
     if actor.engine != "megatron":
         yield violate(
             "server_training_engine", "serve_config needs [actor_config.engine] megatron", {"actor_config.engine": "megatron"}
@@ -786,6 +784,23 @@ def _server(run: Run) -> Iterator[Broken]:
     if serve.host not in _LOOPBACK and serve.api_keys_file is None:
         text = "[serve_config.host] is not loopback, which needs serve_config.api_keys_file: anyone could train and read"
         yield violate("server_keys", text, {"serve_config.host": _LOOPBACK[0]})
+
+
+def _server_layout(run: Run) -> Iterator[Broken]:
+    """Check the layout of a server of training on several devices: each has all models, and its part of base and rows."""
+    actor, size = run.config.actor_config, run.placement.num_devices
+    if size == 1:
+        return
+    if not actor.lora_target_modules:
+        text = f"serve_config trains full weights on one device, and the run file has {size}; models with adapters take several"
+        yield violate("server_devices", text, {"rl_config.actor_resource.num_npus": 1})
+    if run.placement.disaggregated:
+        text = "serve_config has its rollout engines on the devices that train; leave out rollout_resource and vllm_server_host"
+        yield violate("server_devices", text, keys={})
+    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
+        if getattr(actor, name) > 1:
+            text = f"[actor_config.{name}] cannot be used with serve_config, which has tensor and data parallelism"
+            yield violate("server_layout", text, {f"actor_config.{name}": 1})
 
 
 @needs("rl_config")

@@ -34,6 +34,14 @@ def test_a_model_has_four_numbers_in_float32_for_each_of_its_matrices() -> None:
     assert _owners("serve_config.sampler_ema_decay=0.9")["client models"] == 4 * _MODEL * 4 * 5
 
 
+def test_every_rank_has_all_of_a_model_and_a_gradient_of_each_pass() -> None:
+    two = ("rl_config.actor_resource.num_npus=2", "actor_config.tensor_model_parallel_size=2")
+    assert _owners(*two)["client models"] == _owners()["client models"]
+    # up to four passes are computed together
+    assert _owners()["gradients"] == _owners("serve_config.num_models=7")["gradients"] == 4 * _MODEL * 4
+    assert _owners("serve_config.num_models=2", *two)["gradients"] == 2 * _MODEL * 4
+
+
 def test_the_engine_has_room_for_the_adapters_of_a_step() -> None:
     # every layer of the engine has A of its own for query, key, value, gate and up
     layer = (128 + 128) + 2 * (128 + 64) + (128 + 128) + 2 * (128 + 384) + (384 + 128)
@@ -60,16 +68,16 @@ _WORDS = ["--config-name", "serve_tiny_cpu", "serve_config.num_models=4000"]
 
 
 def test_a_server_that_does_not_fit_is_refused_with_the_models_that_would() -> None:
-    run, one = (
+    run, four = (
         draft(load_run_config("serve_tiny_cpu", None, [f"serve_config.num_models={count}"]), platform="cpu")
-        for count in (4000, 1)
+        for count in (4000, 4)
     )
     plan = plan_server(run, DEVICES["cpu"])
     # a model is on the device once for training and once in the engine; the rest does not depend on their number
     layer = (128 + 128) + 2 * (128 + 64) + (128 + 128) + 2 * (128 + 384) + (384 + 128)
     assert plan.model_bytes == 16 * _MODEL + 4 * 32 * (4 * layer + 256)
-    room = DEVICES["cpu"].memory - plan_memory(one, DEVICES["cpu"]).fullest.peak.total
-    assert plan.max_models == 1 + room // plan.model_bytes
+    room = DEVICES["cpu"].memory - plan_memory(four, DEVICES["cpu"]).fullest.peak.total
+    assert plan.max_models == 4 + room // plan.model_bytes
     with pytest.raises(ConfigError, match=rf"memory: .*num_models 4000; .* MiB for each model. {plan.max_models} would fit"):
         plan.check()
     plan_server(draft(load_run_config("serve_tiny_cpu"), platform="cpu"), DEVICES["cpu"]).check()

@@ -766,7 +766,6 @@ def test_old_tokens_that_train_uncorrected_are_mentioned() -> None:
     ("override", "text"),
     [
         ("serve_config.host=0.0.0.0", "serve_config.host (0.0.0.0) is not loopback, which needs serve_config.api_keys_file"),
-        ("rl_config.actor_resource.num_npus=2", "serve_config trains and samples on one device, and the run file has 2"),
         ("actor_config.lora_target_modules=null", "serve_config.num_models (4) needs actor_config.lora_target_modules"),
         ("generate_config.engine=transformers", "serve_config needs generate_config.engine (transformers) vllm"),
     ],
@@ -775,3 +774,29 @@ def test_what_a_server_cannot_do_is_refused_and_its_run_file_needs_no_loop(overr
     assert not validate(draft(load_run_config("serve_tiny_cpu"), platform="cpu"))
     broken = validate(draft(load_run_config("serve_tiny_cpu", None, [override]), platform="cpu"))
     assert any(text in str(violation) for violation in broken)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (("actor_config.tensor_model_parallel_size=2", "generate_config.infer_tensor_parallel_size=2"), None),
+        ((), None),
+        (("actor_config.pipeline_model_parallel_size=2",), "pipeline_model_parallel_size (2) cannot be used with serve_config"),
+        (
+            (
+                "actor_config.context_parallel_size=2",
+                "actor_config.context_parallel_algo=megatron_cp_algo",
+                "rl_config.exact_log_probs=false",
+            ),
+            "context_parallel_size (2) cannot be used with serve_config",
+        ),
+        (
+            ("actor_config.lora_target_modules=null", "generate_config.lora_push=merged", "serve_config.num_models=1"),
+            "trains full weights on one device, and the run file has 2",
+        ),
+    ],
+)
+def test_a_server_on_two_devices_has_tensor_and_data_parallelism(overrides: tuple[str, ...], text: str | None) -> None:
+    given = ["rl_config.actor_resource.num_npus=2", *overrides]
+    broken = [str(violation) for violation in validate(draft(load_run_config("serve_tiny_cpu", None, given), platform="cpu"))]
+    assert any(text in violation for violation in broken) if text else not broken, broken

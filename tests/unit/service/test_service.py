@@ -917,7 +917,7 @@ def test_passes_that_never_make_a_step_have_a_limit(tmp_path, monkeypatch):
 
 def test_a_key_that_keeps_all_slots_busy_makes_room_for_another_key(tmp_path, monkeypatch):
     async def work():
-        async with opened(tmp_path, num_slots=2, pause_s=0.015) as server:
+        async with opened(tmp_path, num_slots=2, pause_s=0.05) as server:
             models = [await server.open_model() for _ in range(2)]
             last = [await _train(server, model, 1, 14) for model in models]  # 28 operations wait for each of them
             other = await server.open_model(BOB)
@@ -932,6 +932,28 @@ def test_a_key_that_keeps_all_slots_busy_makes_room_for_another_key(tmp_path, mo
                 assert read_pass(forward)[1] == pytest.approx([expected]), "it came back as it was"
 
     monkeypatch.setattr("mindspeed_rl.service.lanes._IDLE_S", 0.1)
+    monkeypatch.setattr("mindspeed_rl.service.lanes._LOOK_S", 0.02)
+    monkeypatch.setattr("mindspeed_rl.service.service._LONG_POLL_S", 0.05)
+    run(work())
+
+
+@pytest.mark.parametrize("keys", [(ALICE, BOB), (ALICE, ALICE)], ids=["another key", "the same key"])
+def test_with_one_slot_a_busy_model_makes_room_once_its_turn_is_over(tmp_path, monkeypatch, keys):
+    async def work():
+        async with opened(tmp_path, num_slots=1, pause_s=0.02) as server:
+            busy = await server.open_model(keys[0])
+            last = await _train(server, busy, 1, 20)  # 40 operations
+            other = await server.open_model(keys[1], session=None)
+            reply = await server.send("POST", "retrieve_future", {"request_id": last["request_id"]})
+            assert reply.json()["type"] == "try_again", "the first one is still busy"
+            read_pass(await server.fetch((await server.run_pass(other, 1, [2], [3], key=keys[1])).json(), keys[1]))
+            assert (await server.fetch(last))["metrics"]["step:max"] == 20
+            forward = await server.fetch((await server.run_pass(busy, 41, [2], [3], forward_only=True)).json())
+            expected = log_softmax(train_alone(_batches(0, 20)))[2, 3]
+            assert read_pass(forward)[1] == pytest.approx([expected]), "it came back as it was"
+
+    monkeypatch.setattr("mindspeed_rl.service.lanes._IDLE_S", 0.05)
+    monkeypatch.setattr("mindspeed_rl.service.lanes._TURN_S", 0.1)
     monkeypatch.setattr("mindspeed_rl.service.lanes._LOOK_S", 0.02)
     monkeypatch.setattr("mindspeed_rl.service.service._LONG_POLL_S", 0.05)
     run(work())
@@ -989,9 +1011,22 @@ def test_what_is_not_offered_names_what_is(tmp_path, name, text):
     run(work())
 
 
+def test_a_key_cannot_take_all_sessions_of_a_server(tmp_path):
+    async def work():
+        async with opened(tmp_path, limits=Limits(max_sessions=5, max_sessions_per_key=3)) as server:
+            own = [await server.post("create_session", {}) for _ in range(3)]
+            refused = await server.send("POST", "create_session", {})
+            assert refused.status_code == 429 and "3 sessions of this API key are open, its limit" in refused.json()["detail"]
+            await server.post("create_session", {}, key=BOB)
+            await server.post(f"sessions/{own[0]['session_id']}/finish", {"reason": {"type": "success"}})
+            await server.post("create_session", {})
+
+    run(work())
+
+
 def test_a_thousand_sessions_open_and_their_requests_are_answered(tmp_path):
     async def work():
-        async with opened(tmp_path) as server:
+        async with opened(tmp_path, limits=Limits(max_sessions_per_key=1000)) as server:
             sessions = await asyncio.gather(*(server.post("create_session", {}) for _ in range(1000)))
             assert len({session["session_id"] for session in sessions}) == 1000
             refused = await server.send("POST", "create_session", {}, BOB)
