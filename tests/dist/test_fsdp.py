@@ -116,6 +116,18 @@ def test_parity_finds_nothing_in_sound_engines_and_the_tensor_of_a_fault(
     assert broken[0][1] > 1e-3 and broken[0][2] == "model.layers.0.mlp.up_proj.weight"  # the largest is first
 
 
+@pytest.mark.slow
+@pytest.mark.extra
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_gradient_and_the_first_update_of_a_family_are_alike(
+    ranks: Callable[[int], Ranks], folders: Callable[[str], str], name: str
+) -> None:
+    (differences,) = ranks(1).run(fsdp_jobs.compare, folder=folders(name), break_weight=False)
+    for quantity, value, place in differences:
+        # a decay of a delta net sums over all pairs of tokens of a chunk
+        assert value < (1e-4 if ".linear_attn." in place else 1e-5), (quantity, place)
+
+
 def test_a_reference_in_bfloat16_turns_by_exact_angles(ranks: Callable[[int], Ranks], folders: Callable[[str], str]) -> None:
     ((dtype, frequencies),) = ranks(1).run(fsdp_jobs.read_frequencies, setting=Setting(folders("qwen3")))
     # head_dim 32, base 1e4: rounded to 8 bits, the angle at position 10,000 would be wrong by many radians
