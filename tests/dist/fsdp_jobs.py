@@ -115,9 +115,9 @@ def load_megatron(setting: Setting, folder: str) -> str:
         return ""
 
 
-def compare(folder: str, break_weight: bool) -> list[tuple[str, float, str]]:
+def compare(folder: str, break_weight: bool, adam_eps: float = 1e-8) -> list[tuple[str, float, str]]:
     """Differences between the engines on one step from a folder; `break_weight` changes a weight of one of them."""
-    cfg = build_run_config({"megatron_training": {"stage": "sft", "load": folder, "lr": 1e-3}})
+    cfg = build_run_config({"megatron_training": {"stage": "sft", "load": folder, "lr": 1e-3, "adam_eps": adam_eps}})
     inner = FsdpEngine.load
 
     def load(self: FsdpEngine, source: Any) -> None:

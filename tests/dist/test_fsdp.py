@@ -122,7 +122,8 @@ def test_parity_finds_nothing_in_sound_engines_and_the_tensor_of_a_fault(
 def test_every_gradient_and_the_first_update_of_a_family_are_alike(
     ranks: Callable[[int], Ranks], folders: Callable[[str], str], name: str
 ) -> None:
-    (differences,) = ranks(1).run(fsdp_jobs.compare, folder=folders(name), break_weight=False)
+    # an update is then smooth in the gradient: rounding in a small one would move a weight by part of the learning rate
+    (differences,) = ranks(1).run(fsdp_jobs.compare, folder=folders(name), break_weight=False, adam_eps=1e-2)
     for quantity, value, place in differences:
         # a decay of a delta net sums over all pairs of tokens of a chunk
         assert value < (1e-4 if ".linear_attn." in place else 1e-5), (quantity, place)

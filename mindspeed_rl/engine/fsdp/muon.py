@@ -53,7 +53,7 @@ class ShardedMuon(torch.optim.AdamW):
         return parameter in self._matrices
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyrefly: ignore[bad-override]  (torch has overloads)
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make one update from the gradients in `parameter.grad`."""
         assert closure is None
         gradients = {parameter: parameter.grad for parameter in self._matrices if parameter.grad is not None}

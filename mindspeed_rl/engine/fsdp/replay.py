@@ -60,7 +60,7 @@ class ModuleReplay(ExpertReplay):
         for layer, router in enumerate(find_routers(model).values()):
             replays.append(ReplayedRouter())
             router.__dict__.pop("forward", None)  # of an earlier replay
-            router.forward = functools.partial(self._route, layer, router, router.forward)  # pyrefly: ignore[bad-assignment]
+            router.forward = functools.partial(self._route, layer, router, router.forward)
         super().__init__(replays, shape.moe_router_topk, sequence_parallel=False)
 
     def arm(self, micro_batch: MicroBatch) -> None:
