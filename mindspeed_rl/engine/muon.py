@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from mindspeed_rl.models.vision import TOWER
 #: a, b and c: of Keller Jordan, the steepest at 0 for which all singular values stay near 1
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 #: parts of a model, by their names in Megatron, whose matrices AdamW updates
-_ENDS = ("embedding.", "output_layer.", TOWER)
+ENDS = ("embedding.", "output_layer.", TOWER)
 #: rows and columns of a matrix -> s, so that learning rates carry over between widths
 _SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
@@ -114,30 +114,63 @@ class MuonAdamW(torch.optim.Optimizer):
         momentum.lerp_(gradient, 1.0 - config.muon_momentum)
         update = gradient.lerp(momentum, config.muon_momentum) if config.muon_use_nesterov else momentum
         if matrix.group is None:
-            return self._orthogonalize(update, matrix)
+            return orthogonalize_parts(update, matrix.heads, config)
         parts = [torch.empty_like(update, memory_format=torch.contiguous_format) for _ in range(matrix.group.size())]
         dist.all_gather(parts, update.contiguous(), group=matrix.group)
         # rows of a gated layer are in another order than without the split, which only permutes the rows of O
-        full = self._orthogonalize(torch.cat(parts, matrix.dim), matrix)
+        full = orthogonalize_parts(torch.cat(parts, matrix.dim), matrix.heads, config)
         return full.chunk(len(parts), matrix.dim)[matrix.group.rank()]
 
-    def _orthogonalize(self, update: Tensor, matrix: _Matrix) -> Tensor:
-        """Return s O of a full matrix, or of each of its parts that count as matrices."""
-        config = self._config
-        if matrix.heads is None:
-            parts = [update]
-        else:
-            by_group = update.view(-1, sum(matrix.heads), update.size(1)).split(matrix.heads, dim=1)
-            parts = [part.flatten(0, 1) for part in by_group]
-        scale = _SCALES[config.muon_scale_mode]
-        moved = [
-            orthogonalize(part, config.muon_num_ns_steps).mul_(config.muon_extra_scale_factor * scale(*part.shape))
-            for part in parts
-        ]
-        if matrix.heads is None:
-            return moved[0]
-        by_group = [part.view(-1, rows, update.size(1)) for part, rows in zip(moved, matrix.heads)]
-        return torch.cat(by_group, dim=1).view_as(update)
+
+def orthogonalize_parts(update: Tensor, heads: tuple[int, ...] | None, config: MegatronConfig) -> Tensor:
+    """Return s O of a full matrix of Megatron's, or of each of its parts that count as matrices.
+
+    Args:
+        heads: as of `split_heads`.
+    """
+    if heads is None:
+        parts = [update]
+    else:
+        by_group = update.view(-1, sum(heads), update.size(1)).split(heads, dim=1)
+        parts = [part.flatten(0, 1) for part in by_group]
+    scale = _SCALES[config.muon_scale_mode]
+    moved = [
+        orthogonalize(part, config.muon_num_ns_steps).mul_(config.muon_extra_scale_factor * scale(*part.shape))
+        for part in parts
+    ]
+    if heads is None:
+        return moved[0]
+    by_group = [part.view(-1, rows, update.size(1)) for part, rows in zip(moved, heads)]
+    return torch.cat(by_group, dim=1).view_as(update)
+
+
+class _Heads(Protocol):
+    """What is read of Megatron's config of a model, or of ours."""
+
+    @property
+    def kv_channels(self) -> int | None: ...
+
+    @property
+    def num_query_groups(self) -> int | None: ...
+
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def attention_output_gate(self) -> bool: ...
+
+
+def split_heads(name: str, config: MegatronConfig, model: _Heads) -> tuple[int, ...] | None:
+    """Return the rows of queries, their gates where the attention has one, keys and values in a query group.
+
+    They count as matrices of their own. None for other weights than a fused projection, and where the run file joins them.
+    """
+    if not config.muon_split_qkv or not name.endswith("linear_qkv.weight"):
+        return None
+    width, num_groups = model.kv_channels, model.num_query_groups
+    assert width is not None and num_groups is not None  # both are set by Megatron where the config leaves them out
+    queries = model.num_attention_heads // num_groups * width
+    return (queries, queries, width, width) if model.attention_output_gate else (queries, width, width)
 
 
 def move_by_adam(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, group: Mapping[str, Any]) -> None:
@@ -178,7 +211,7 @@ def use_muon(optimizer: MegatronOptimizer, chunks: Iterable[MegatronModule], con
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             # by name, as every stage has it: Megatron marks neither the copy of prediction layers nor the copy of a tied head
-            is_end = any(end in name for end in _ENDS)
+            is_end = any(end in name for end in ENDS)
             if parameter.requires_grad and parameter.dim() == 2 and min(parameter.shape) > 1 and not is_end:
                 # under bf16 Megatron steps on a copy in float32
                 matrices[getattr(parameter, "main_param", parameter)] = _describe(name, parameter, chunk, config)
@@ -189,17 +222,13 @@ def use_muon(optimizer: MegatronOptimizer, chunks: Iterable[MegatronModule], con
 
 
 def _describe(name: str, parameter: Tensor, chunk: MegatronModule, config: MegatronConfig) -> _Matrix:
-    group, heads, model = None, None, chunk.config
+    group, heads = None, split_heads(name, config, cast(_Heads, chunk.config))
     is_expert = not getattr(parameter, "allreduce", True)
     if getattr(parameter, "tensor_model_parallel", False) and config.muon_tp_mode == "duplicated":
         ranks = parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
         ranks_group = ranks()
         group = ranks_group if ranks_group is not None and ranks_group.size() > 1 else None
-    if config.muon_split_qkv and name.endswith("linear_qkv.weight"):
-        width, num_groups = model.kv_channels, model.num_query_groups
-        assert width is not None and num_groups is not None  # both are set by Megatron where the config leaves them out
-        queries = model.num_attention_heads // num_groups * width
-        heads = (queries, queries, width, width) if model.attention_output_gate else (queries, width, width)
+    if heads is not None:
         # tensor parallelism divides query groups, so that a rank has whole ones
         assert parameter.size(0) % sum(heads) == 0, f"{name}: {parameter.size(0)} rows do not divide into groups of {heads}"
     return _Matrix(group, getattr(parameter, "partition_dim", 0) if group is not None else 0, heads)

@@ -1,8 +1,8 @@
 """Router replay: tokens go to the experts that the trainer or the rollout engine chose before.
 
-A sequence is then trained on the experts that sampled it: arXiv:2510.11370 (R3), arXiv:2507.18071 (R2). Routers call
-Megatron's `RouterReplay`. A class here replaces it, because Megatron's keeps one list for all models of a process and does not
-recognize a recomputed layer.
+A sequence is then trained on the experts that sampled it: arXiv:2510.11370 (R3), arXiv:2507.18071 (R2). `ExpertReplay` is what
+every engine has of it; `engine/fsdp/replay.py` is the one of transformers' modules. Megatron's routers call `RouterReplay`. A
+class here replaces it, because Megatron's keeps one list for all models of a process and does not recognize a recomputed layer.
 
 `RoutedLayers` is a part of the engine whose rows have routing (`TrainEngine.add_part`).
 """
@@ -10,7 +10,7 @@ recognize a recomputed layer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from mindspeed_rl.engine.pass_arguments import PassArguments
 from mindspeed_rl.engine.sequence_layout import expand_ranges
 
 
-class _Router(RouterReplay):
+class ReplayedRouter:
     """Replay of one router.
 
     Attributes:
@@ -36,10 +36,44 @@ class _Router(RouterReplay):
     """
 
     def __init__(self) -> None:
-        # not Megatron's, which adds each to a list that outlives the model
         self.agreed: Tensor | None = None
         self.compared: Tensor | None = None
         self.recorded: list[Tensor] | None = None
+
+    def replace(self, default: Tensor, experts: Tensor | None, *, is_forward: bool) -> Tensor:
+        """Return the experts of tokens, [tokens, k].
+
+        Args:
+            default: the router's own choice.
+            experts: the choice that is replayed, -1 where the router's stays; None where all of them stay.
+            is_forward: not a pass that is computed again.
+        """
+        if experts is None:
+            return default
+        if is_forward:
+            self._compare(default, experts)
+        return torch.where(experts >= 0, experts.to(default.dtype), default)
+
+    @torch.no_grad()
+    def _compare(self, default: Tensor, experts: Tensor) -> None:
+        known = experts >= 0
+        same = (default[:, :, None] == experts[:, None, :]).any(1) & known
+        # on the device: reading a number would make the host wait in every layer
+        agreed, compared = same.sum(), known.sum()
+        self.agreed = agreed if self.agreed is None else self.agreed + agreed
+        self.compared = compared if self.compared is None else self.compared + compared
+
+
+class _MegatronRouter(RouterReplay):
+    """Replay of one of Megatron's routers.
+
+    Attributes:
+        replay: what it does.
+    """
+
+    def __init__(self) -> None:
+        # not Megatron's, which adds each to a list that outlives the model
+        self.replay = ReplayedRouter()
         self._passes = PassArguments[Tensor]()
 
     def arm(self, experts: Tensor) -> None:
@@ -61,29 +95,18 @@ class _Router(RouterReplay):
         """Return scores and indices of the experts of each token, [tokens, k] each; `scores` is [tokens, experts]."""
         assert default_compute_topk is not None
         values, default = default_compute_topk(scores, topk, num_groups, group_topk)
-        if self.recorded is not None:
-            self.recorded.append(default.detach())
+        if self.replay.recorded is not None:
+            self.replay.recorded.append(default.detach())
         is_forward = self._passes.pending is not None
         experts = self._passes.take_any()
         if experts is None:
             return values, default
-        if is_forward:  # and not the same pass, recomputed
-            self._compare(default, experts)
-        chosen = torch.where(experts >= 0, experts.to(default.dtype), default)
+        chosen = self.replay.replace(default, experts, is_forward=is_forward)
         return scores.gather(1, chosen), chosen
-
-    @torch.no_grad()
-    def _compare(self, default: Tensor, experts: Tensor) -> None:
-        known = experts >= 0
-        same = (default[:, :, None] == experts[:, None, :]).any(1) & known
-        # on the device: reading a number would make the host wait in every layer
-        agreed, compared = same.sum(), known.sum()
-        self.agreed = agreed if self.agreed is None else self.agreed + agreed
-        self.compared = compared if self.compared is None else self.compared + compared
 
 
 @dataclass
-class _Recording:
+class Recording:
     """Experts that forward passes chose.
 
     Attributes:
@@ -95,44 +118,24 @@ class _Recording:
     micro_batches: list[MicroBatch] = field(default_factory=list)
 
 
-class RoutedLayers(EnginePart):
-    """Routers of this rank's model, which choose experts themselves unless a pass has rows with routing."""
+class ExpertReplay:
+    """Routers of this rank's model, which choose experts themselves unless a pass has rows with routing.
 
-    trains_only = False
+    Attributes:
+        num_layers: layers with experts on this rank.
+    """
 
-    def __init__(self, model: BuiltModel) -> None:
-        """Replace Megatron's replay in the routers of the model."""
-        self._sequence_parallel = bool(model.transformer_config.sequence_parallel)
-        plan, pp_rank = model.plan, parallel_state.get_pipeline_model_parallel_rank()
-        self._chunks: list[list[_Router]] = []
-        for stage, (module, layers) in enumerate(zip(model.models, plan.routed_layers(pp_rank))):
-            slots = plan.layout.chunk_layers(pp_rank, stage)
-            decoder: Any = module.decoder  # attributes of Megatron's modules are not declared
-            self._chunks.append([])
-            for layer in layers:
-                router = decoder.layers[slots.index(layer)].mlp.router
-                router.router_replay = _Router()
-                self._chunks[-1].append(router.router_replay)
-        self._routers = [router for chunk in self._chunks for router in chunk]
-        self.num_layers = len(self._routers)
-        self._topk = plan.model_config.moe_router_topk
-        self._recording: _Recording | None = None
+    def __init__(self, routers: Sequence[ReplayedRouter], topk: int, *, sequence_parallel: bool) -> None:
+        """Take the routers of the layers, in order.
 
-    def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare this chunk's next forward pass, over the micro-batch."""
-        if self._recording is not None and chunk == 0:
-            self._recording.micro_batches.append(micro_batch)
-        if micro_batch.routing is None:
-            return
-        first = sum(map(len, self._chunks[:chunk]))
-        layers = self._local_positions(micro_batch.routing).unbind(1)[first : first + len(self._chunks[chunk])]
-        for router, experts in zip(self._chunks[chunk], layers):
-            router.arm(experts)
-
-    def reset(self) -> None:
-        """Clear the routers after a pass over all micro-batches, completed or failed."""
-        for router in self._routers:
-            router.reset()
+        Args:
+            routers: replay of each router.
+            topk: experts per token.
+            sequence_parallel: routers have this tensor rank's slice of the tokens.
+        """
+        self._routers, self._topk, self._sequence_parallel = routers, topk, sequence_parallel
+        self.num_layers = len(routers)
+        self._recording: Recording | None = None
 
     def take_agreement(self) -> tuple[int, int]:
         """Return (replayed experts that the routers would have chosen too, all of them) since the last call, on this rank."""
@@ -144,9 +147,9 @@ class RoutedLayers(EnginePart):
         return agreed, compared
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[_Recording]:
+    def recording(self) -> Iterator[Recording]:
         """Record the experts that forward passes in the block choose."""
-        self._recording = _Recording([[] for _ in self._routers])
+        self._recording = Recording([[] for _ in self._routers])
         for router, into in zip(self._routers, self._recording.chosen):
             router.recorded = into
         try:
@@ -156,7 +159,7 @@ class RoutedLayers(EnginePart):
             for router in self._routers:
                 router.recorded = None
 
-    def gather_recording(self, recording: _Recording, rows: Rows) -> list[Tensor]:
+    def gather_recording(self, recording: Recording, rows: Rows) -> list[Tensor]:
         """Return the recorded routing of rows, in the form of `Rows.routing`; collective over the pipeline stage."""
         lengths = torch.tensor(rows.lengths)
         starts = lengths.cumsum(0) - lengths
@@ -196,9 +199,55 @@ class RoutedLayers(EnginePart):
 
     # ------------------------------------------------------------------ shared
 
+    def _record_pass(self, micro_batch: MicroBatch) -> None:
+        """Note the micro-batch of the next forward pass, where passes are recorded."""
+        if self._recording is not None:
+            self._recording.micro_batches.append(micro_batch)
+
     def _local_positions(self, values: Tensor) -> Tensor:
         """Return the positions that routers see: this tensor rank's slice under sequence parallelism, else all."""
         if not self._sequence_parallel:
             return values
         size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
         return values.chunk(size)[rank]
+
+
+class RoutedLayers(ExpertReplay, EnginePart):
+    """The routers of Megatron's layers."""
+
+    trains_only = False
+
+    def __init__(self, model: BuiltModel) -> None:
+        """Replace Megatron's replay in the routers of the model."""
+        plan, pp_rank = model.plan, parallel_state.get_pipeline_model_parallel_rank()
+        self._chunks: list[list[_MegatronRouter]] = []
+        for stage, (module, layers) in enumerate(zip(model.models, plan.routed_layers(pp_rank))):
+            slots = plan.layout.chunk_layers(pp_rank, stage)
+            decoder: Any = module.decoder  # attributes of Megatron's modules are not declared
+            self._chunks.append([])
+            for layer in layers:
+                router = decoder.layers[slots.index(layer)].mlp.router
+                router.router_replay = _MegatronRouter()
+                self._chunks[-1].append(router.router_replay)
+        super().__init__(
+            [router.replay for chunk in self._chunks for router in chunk],
+            plan.model_config.moe_router_topk,
+            sequence_parallel=bool(model.transformer_config.sequence_parallel),
+        )
+
+    def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
+        """Prepare this chunk's next forward pass, over the micro-batch."""
+        if chunk == 0:
+            self._record_pass(micro_batch)
+        if micro_batch.routing is None:
+            return
+        first = sum(map(len, self._chunks[:chunk]))
+        layers = self._local_positions(micro_batch.routing).unbind(1)[first : first + len(self._chunks[chunk])]
+        for router, experts in zip(self._chunks[chunk], layers):
+            router.arm(experts)
+
+    def reset(self) -> None:
+        """Clear the routers after a pass over all micro-batches, completed or failed."""
+        for chunk in self._chunks:
+            for router in chunk:
+                router.reset()

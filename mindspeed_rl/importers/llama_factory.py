@@ -14,7 +14,6 @@ from mindspeed_rl.importers.llama_factory_mca import describe_mca, read_layout, 
 from mindspeed_rl.importers.llama_factory_options import STAGES, TABLES, TRACKERS_KEY
 from mindspeed_rl.importers.llama_factory_weights import (
     find_base,
-    find_optimizer,
     list_muon_keys,
     name_adapter_form,
     name_adapter_start,
@@ -448,11 +447,9 @@ def _choose_engine(
 ) -> tuple[tuple[str, object, str], ...]:
     """Return the key of the training engine where ZeRO-3 divides all weights, and ours that does so can train the run."""
     divides = "ZeRO-3" if _read_deepspeed(run, command) == 3 else ""
-    images = command.has("image_max_pixels", "freeze_vision_tower")
-    obstacles = {"images": images, "Muon": find_optimizer(command) == "use_muon"}
     stage, kept = _STAGES[stage], "optimizer state is spread by use_distributed_optimizer"
     return choose_engine(
-        run, "deepspeed", divides, stage=stage, model=model, layout=Split(targets), obstacles=obstacles, otherwise=kept
+        run, "deepspeed", divides, stage=stage, model=model, layout=Split(targets), obstacles={}, otherwise=kept
     )[0]
 
 

@@ -399,7 +399,6 @@ def _choose_engine(run: Import, command: SourceCommand, recipe: Recipe) -> tuple
     obstacles = {
         "tensor parallelism": recipe.tp > 1,
         "sequences that several devices share": recipe.cp > 1,
-        "images": command.number("data.max_images_per_prompt", 0) >= 1,
     }
     divides = "ZeRO-3" if command.number("ds.zero_stage", 2) == 3 else ""
     stage, model, kept = recipe.stage, recipe.model or "", "optimizer state is spread by use_distributed_optimizer"

@@ -232,7 +232,6 @@ def _choose_engine(
     names = "fsdp fsdp_config"
     divides = "" if sizes.is_megatron else _find_division(run, command)
     obstacles = {
-        "images": any(IMAGES.search(text) for name in ("model", "dataset") for text in command.list_texts(name)),
         "another optimizer than AdamW": command.text("optimizer", "adam") != "adam",
         "a reference that moves": command.flag("sync_ref_model"),
         "prediction layers": bool(command.get("mtp_num_layers")),

@@ -29,11 +29,11 @@ _REASON = "{} divides every weight over all devices, as this engine does; megatr
 _FSDP = {f"{ACTOR}.engine": "fsdp"}
 #: form of a model that the engine does not compute -> names of published models that have it
 _FORMS = {
-    "images": r"(?:^|[^a-z])vl\d*(?:[^a-z]|$)|vision|omni|llava|internvl|minicpm|gemma-?[34]-|qwen3\.[5-9]",
+    "images of another kind than Qwen's": r"vision|omni|llava|internvl|minicpm|gemma-?[34]-",
     "experts that transformers keeps transposed": r"gpt-?oss",
 }
 #: the same where the tokens of a row are divided over devices
-_WHOLE_ROWS = {"layers that compute whole rows only": r"qwen3-?next|deepseek-v3\.2|glm-?5"}
+_WHOLE_ROWS = {"layers that compute whole rows only": r"qwen3-?next|qwen3\.[5-9]|deepseek-v3\.2|glm-?5"}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -50,10 +50,13 @@ def read_hf_config(hf_folder: Path, key: str) -> PretrainedConfig:
 
 
 def drop_dropout(hf_config: PretrainedConfig) -> None:
-    """Set every dropout of a config to 0: a sampled token's probability comes from the model as it is."""
+    """Set every dropout of a config and its parts to 0: a sampled token's probability comes from the model as it is."""
     for name, value in hf_config.to_dict().items():
         if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
             setattr(hf_config, name, 0.0)
+    for part in hf_config.sub_configs:
+        if isinstance(inner := getattr(hf_config, part, None), PretrainedConfig):
+            drop_dropout(inner)
 
 
 def list_kept(module: nn.Module) -> list[str]:
@@ -106,6 +109,12 @@ def build_module(hf_config: PretrainedConfig, **settings: str) -> PreTrainedMode
     if (correct := _CORRECTIONS.get(hf_config.model_type)) is not None:
         correct(model)
     return model
+
+
+def build_image_module(hf_config: PretrainedConfig, **settings: str) -> PreTrainedModel:
+    """Build a model of images and text in float32, on the device of the context; see `build_module`."""
+    drop_dropout(hf_config)
+    return AutoModelForImageTextToText.from_config(hf_config, dtype=torch.float32, **settings)
 
 
 class CheckpointNames:
@@ -242,7 +251,7 @@ def find_place(names: CheckpointNames, name: str, values: Mapping[str, Tensor]) 
     """Return the place of a tensor in the module, and its shape; None where the module does not take it."""
     found = names.find(name)
     if found is None:
-        return None
+        return _find_in_stack(name, values)
     target, pattern = found
     shape = tuple(values[target].shape)
     if pattern is None:
@@ -251,6 +260,24 @@ def find_place(names: CheckpointNames, name: str, values: Mapping[str, Tensor]) 
     assert expert is not None  # the conversion has a place for it
     rows, first = shape[1] // len(sources), sources.index(pattern)
     return TensorPlace(target, int(expert[1]), first * rows, (first + 1) * rows), (rows, *shape[2:])
+
+
+#: projection of an expert -> the stack of a layer's experts that has its rows, which of its equal parts, and their number
+_STACKS = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2), "down_proj": ("down_proj", 0, 1)}
+
+
+def _find_in_stack(name: str, values: Mapping[str, Tensor]) -> tuple[TensorPlace, tuple[int, ...]] | None:
+    """Return the place of an expert's matrix in a stack, of a class whose published files have stacks; None without one."""
+    parts = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name)
+    if parts is None or parts[3] not in _STACKS:
+        return None
+    stack, part, count = _STACKS[parts[3]]
+    target = f"{parts[1]}.{stack}"
+    if target not in values:
+        return None
+    _, size, width = values[target].shape
+    rows = size // count
+    return TensorPlace(target, int(parts[2]), part * rows, (part + 1) * rows), (rows, width)
 
 
 class LoadableModule(nn.Module):

@@ -104,7 +104,8 @@ class Model:
         trained = 4 if self.holding.has_float32_weights and self.trains else self.itemsize
         base = self.itemsize if self.config.lora_target_modules else trained
         adapters = elements.dense_adapters + elements.expert_adapters
-        size = elements.parameters * base + adapters * trained
+        # a frozen tower is in the format that it is computed with
+        size = (elements.parameters - elements.frozen) * base + elements.frozen * self.itemsize + adapters * trained
         return -(-size // self._shards) + elements.buffers * 4
 
     def computed_weights(self, elements: Elements) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -52,7 +51,10 @@ class RowSources:
         inner = _count_inner(shape)
         own = ((start * inner, (start + len(rows)) * inner), *full_slice(flatten(shape))[1:])
         part = intersect(tensor_slice, own)
-        return [] if part is None else [(part, rows.reshape(flatten(tuple(rows.shape)))[relative_index(part, own)])]
+        if part is None:
+            return []
+        sent = rows.reshape(len(rows) * inner, *flatten(shape)[1:])
+        return [(part, sent[relative_index(part, own)])]
 
     @torch.no_grad()
     def _read_rows(self, name: str) -> tuple[Tensor, int]:
@@ -113,13 +115,16 @@ class ShardStream(WeightSource):
 
 
 def flatten(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in which a tensor of more than two dimensions is sent: its rows one after the other."""
-    return shape if len(shape) <= 2 else (_count_inner(shape) * shape[0], shape[-1])
+    """Return the shape in which a tensor is sent: a stack of matrices has their rows one after the other.
+
+    Weights of convolutions, [channels, 1, kernel] or of more dimensions, stay as they are.
+    """
+    return (shape[0] * shape[1], shape[2]) if len(shape) == 3 and shape[1] > 1 else shape
 
 
 def _count_inner(shape: tuple[int, ...]) -> int:
     """Return the rows of the sent form in a row of a tensor."""
-    return math.prod(shape[1:-1])
+    return flatten(shape)[0] // shape[0]
 
 
 def _list_holders(model: ShardedModel, name: str, num_ranks: int) -> dict[Slice, list[int]]:

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from mindspeed_rl.catalogue import CRITIC_ESTIMATOR, DEFAULT_CORRECTION
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.rl import Resource, RLConfig
 from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.config.run import CRITIC_FOLDER, Derivation, PlatformName, RunConfig
@@ -194,8 +193,6 @@ def _find_prefix_obstacle(cfg: RunConfig) -> str | None:
     """Return why samples of a micro-batch cannot share what they begin with, or have nothing in common; None where they can."""
     rl, actor = cfg.rl_config, cfg.actor_config
     assert rl is not None
-    if any((role := getattr(cfg, name)) is not None and role.engine != "megatron" for name in ROLE_GROUPS):
-        return "the attention of transformers computes a prompt in each row"
     if actor.has_ring_attention:
         return "ring attention passes on slices of every sequence"
     if actor.has_dynamic_context:

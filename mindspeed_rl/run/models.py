@@ -429,7 +429,10 @@ def _decide_losses(
                 is_cheap, f"the cost of a float32 head is not measured on {platform}" if cost is None else source
             )
         if computes_by_module(config) and not plan.architecture.packs:
-            source = f"rows are padded: transformers' module of {plan.architecture.name} takes no packed ones"
+            source = (
+                f"rows are padded, and each has its own prompt: transformers' module of {plan.architecture.name} takes no "
+                "packed ones"
+            )
             derived[f"{name}_config.engine"] = Derivation(config.engine, source)
         if plan.model_config.mtp_num_layers and config.mtp_detach_heads is None:
             detaches = not is_supervised

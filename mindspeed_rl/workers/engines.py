@@ -20,6 +20,7 @@ from mindspeed_rl.engine.fsdp.model import build_sharded_model
 from mindspeed_rl.engine.interface import Adapters, Engine, StateFiles
 from mindspeed_rl.engine.lora import MegatronAdapters
 from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.router_replay import ExpertReplay, RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import list_local_weights
 from mindspeed_rl.models.plan import ModelPlan
@@ -56,12 +57,14 @@ class BuiltEngine:
         build_stream: returns its weights for weight sync and export, once they are loaded; collective.
         files: form of its state in a checkpoint.
         adapters: its low-rank adapters; None without.
+        replay_experts: has routers take the experts of rows that have them from now on; for a model with experts.
         read_gradients: returns the gradients of a step by HF name, called by `Engine.on_gradients` in a world of one rank.
     """
 
     engine: Engine
     build_stream: Callable[[], WeightSource]
     files: StateFiles
+    replay_experts: Callable[[], ExpertReplay]
     read_gradients: Callable[[], dict[str, Tensor]]
     adapters: Adapters | None = None
 
@@ -87,9 +90,16 @@ def _build_megatron(
         engine,
         lambda: WeightStream(model),
         MegatronFiles(engine),
+        lambda: _replay_experts(engine),
         lambda: _read_buffers(model),
         None if settings is None else MegatronAdapters(model, settings),
     )
+
+
+def _replay_experts(engine: TrainEngine) -> RoutedLayers:
+    layers = RoutedLayers(engine.model)
+    engine.add_part(layers)
+    return layers
 
 
 def _read_buffers(model: BuiltModel) -> dict[str, Tensor]:
@@ -109,9 +119,23 @@ def _read_buffers(model: BuiltModel) -> dict[str, Tensor]:
 def _build_fsdp(config: MegatronConfig, plan: ModelPlan, hf_folder: Path, passes: PassSettings, trains: bool) -> BuiltEngine:
     model = build_sharded_model(config, plan, hf_folder, trains=trains)
     packed = passes.packed and plan.architecture.packs
-    shape = batch_shape(config, packed=packed, pad_id=passes.pad_id, fixed_width=passes.fixed_width)
+    shape = batch_shape(
+        config,
+        packed=packed,
+        pad_id=passes.pad_id,
+        fixed_width=passes.fixed_width,
+        shares_prefixes=packed and passes.shares_prefixes,
+        vision=plan.model_config.vision,
+    )
     engine = FsdpEngine(config, model, shape, temperature=passes.temperature)
-    return BuiltEngine(engine, lambda: ShardStream(model), DcpFiles(engine), model.read_gradients, model.adapters)
+    return BuiltEngine(
+        engine,
+        lambda: ShardStream(model),
+        DcpFiles(engine),
+        engine.replay_experts,
+        model.read_gradients,
+        model.adapters,
+    )
 
 
 #: value of the key `engine` -> function that builds it; collective over the training world

@@ -106,6 +106,7 @@ class Role:
     Attributes:
         trains: False for a model whose weights no optimizer changes.
         adapters: low-rank adapters of the model; None without.
+        replay_experts: see `engines.BuiltEngine`.
         resumed: the result of `load_checkpoint` when training state was restored, else None.
     """
 
@@ -139,6 +140,7 @@ class Role:
         self._random: dict[str, Tensor] | None = None
         built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains or has_gradients)
         self.engine, self._files, self.adapters = built.engine, built.files, built.adapters
+        self.replay_experts = built.replay_experts
         self._moves_slowly, self._ema_decay = moves_slowly, ema_decay
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
         self.offloader = self.engine.offloader

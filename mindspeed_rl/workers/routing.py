@@ -1,7 +1,7 @@
 """Router replay in a run: the experts of tokens, on the way from one pass or from the rollout engine to another pass.
 
 `ActorPhases` uses it for the pass of the old log-probs and for the update, `RolloutReplica` for its columns; it uses the
-engine's `RoutedLayers` and the data plane.
+engine's `ExpertReplay` and the data plane.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.interface import Engine
-from mindspeed_rl.engine.router_replay import RoutedLayers
-from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.router_replay import ExpertReplay
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.observability.metrics import Metrics
@@ -37,10 +36,15 @@ _Output = tuple[list[Tensor], ...] | None
 class RolloutRouting:
     """R3: both passes of the actor send tokens to the experts that are in the data plane, the rollout engine's."""
 
-    def __init__(self, engine: TrainEngine, replica: Replica) -> None:
-        self._layers = RoutedLayers(engine.model)
-        engine.add_part(self._layers)
-        self._replica, model_config = replica, engine.model.plan.model_config
+    def __init__(self, layers: ExpertReplay, plan: ModelPlan, replica: Replica) -> None:
+        """Take the routers of the actor.
+
+        Args:
+            layers: the routers.
+            plan: plan of the actor.
+            replica: the data plane.
+        """
+        self._layers, self._replica, model_config = layers, replica, plan.model_config
         self._topk, self._dtype = model_config.moe_router_topk, _choose_dtype(model_config)
         self._differences = Metrics()
         # a column for each stage: experts in the layers of other stages would be most of the transfer

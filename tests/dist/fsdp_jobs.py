@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import prefix_jobs
+import replay_jobs
 import torch
 import torch.distributed as dist
 import training_jobs as jobs
+import vision_jobs
 from megatron.core import parallel_state
 from training_jobs import KEYS, TEMPERATURE, Setting, all_rows, my_rows, summary, weighted_loss
 
@@ -21,12 +25,14 @@ from mindspeed_rl.diagnostics import engine_parity
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
+from mindspeed_rl.engine.interface import Engine
 from mindspeed_rl.engine.lora import adapters_disabled, list_adapters, save_peft
 from mindspeed_rl.engine.lora_layers import AdaptedModule, LoraSettings
 from mindspeed_rl.engine.optimizer import reload_main_weights
+from mindspeed_rl.engine.router_replay import ExpertReplay
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.workers.engines import BuiltEngine, PassSettings, build_engine
+from mindspeed_rl.workers.engines import BuiltEngine, PassSettings, _read_buffers, build_engine
 
 
 @contextlib.contextmanager
@@ -38,7 +44,7 @@ def engine_of(setting: Setting) -> Iterator[tuple[FsdpEngine, BuiltEngine]]:
         plan = plan_model(config, setting.folder)
         parallel._init_model_parallel(config, 1, 60)
         parallel._seed_all(1)
-        passes = PassSettings(packed=setting.packed, pad_id=0, temperature=TEMPERATURE)
+        passes = PassSettings(setting.packed, 0, TEMPERATURE, shares_prefixes=setting.shares_prefixes)
         built = build_engine(config, plan, Path(setting.folder), passes, trains=True)
         built.engine.load(HfFolder(setting.folder))
         built.engine.start_training(1)
@@ -50,11 +56,11 @@ def engine_of(setting: Setting) -> Iterator[tuple[FsdpEngine, BuiltEngine]]:
         gc.collect()
 
 
-def train(setting: Setting, steps: int = 5) -> dict[str, Any]:
-    """Trains as `training_jobs.train`, and reports the gradients of the first step too."""
+def train(setting: Setting, steps: int = 5, trees: bool | None = None) -> dict[str, Any]:
+    """Trains as `training_jobs.train`, or with `trees` as `prefix_jobs.train`; reports the gradients of the first step too."""
     gradients: dict[str, Any] = {}
     with engine_of(setting) as (engine, built):
-        rows = my_rows(all_rows())
+        rows = my_rows(all_rows() if trees is None else prefix_jobs.tree_rows() if trees else prefix_jobs.grouped_rows())
 
         def keep() -> None:
             read = built.read_gradients()
@@ -66,9 +72,9 @@ def train(setting: Setting, steps: int = 5) -> dict[str, Any]:
         return summary(results, weights) | {"gradients": gradients}
 
 
-def _list_mine() -> range:
-    """Indexes of `my_rows`."""
-    return range(parallel_state.get_data_parallel_rank(), 8, parallel_state.get_data_parallel_world_size())
+def _list_mine(count: int = 8) -> range:
+    """Indexes of `my_rows`, of so many rows."""
+    return range(parallel_state.get_data_parallel_rank(), count, parallel_state.get_data_parallel_world_size())
 
 
 def forward(setting: Setting) -> dict[int, tuple[Any, Any]]:
@@ -109,9 +115,9 @@ def load_megatron(setting: Setting, folder: str) -> str:
         return ""
 
 
-def compare(folder: str, break_weight: bool) -> list[tuple[str, float, str]]:
+def compare(folder: str, break_weight: bool, adam_eps: float = 1e-8) -> list[tuple[str, float, str]]:
     """Differences between the engines on one step from a folder; `break_weight` changes a weight of one of them."""
-    cfg = build_run_config({"megatron_training": {"stage": "sft", "load": folder, "lr": 1e-3}})
+    cfg = build_run_config({"megatron_training": {"stage": "sft", "load": folder, "lr": 1e-3, "adam_eps": adam_eps}})
     inner = FsdpEngine.load
 
     def load(self: FsdpEngine, source: Any) -> None:
@@ -218,3 +224,82 @@ def megatron_fresh_adapters(setting: Setting) -> dict[str, Any]:
     """The first values of A by HF tensor, on Megatron's engine."""
     with jobs.engine_of(setting) as engine:
         return {tensor: adapter.a.numpy().copy() for op, adapter in list_adapters(engine.model) for tensor in op.hf}
+
+
+def _report_replay(
+    engine: Engine, layers: ExpertReplay, read: Callable[[], dict[str, Any]], stream: Any, setting: Setting, grouped: bool
+) -> dict[str, Any]:
+    """Log-probs with given experts, the gradients of a step with them by name, and what three steps make of the weights."""
+    gradients: dict[str, Any] = {}
+    every = prefix_jobs.grouped_rows() if grouped else all_rows()
+    rows, mine = my_rows(replace(every, routing=replay_jobs.draw_routing(engine.plan, every))), _list_mine(len(every))
+    output = engine.forward(rows, setting.batching)
+    assert output is not None
+    log_probs = {row: values.numpy() for row, values in zip(mine, output[0])}
+    layers.take_agreement()
+
+    def keep() -> None:
+        gradients.update({name: gradients.get(name, gradient.numpy()) for name, gradient in read().items()})
+
+    engine.on_gradients.append(keep)
+    results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(3)]
+    agreement = layers.take_agreement()
+    with layers.recording() as recording:
+        engine.forward(my_rows(every), setting.batching)
+    chosen = layers.gather_recording(recording, rows)
+    weights = {name: tensor.clone() for name, tensor in stream().named_tensors()}
+    return summary(results, weights) | {
+        "log_probs": log_probs,
+        "gradients": gradients,
+        "agreement": agreement,
+        "chosen": {row: replay_jobs.sorted_experts(experts) for row, experts in zip(mine, chosen)},
+    }
+
+
+def replay_megatron(setting: Setting, grouped: bool = False) -> dict[str, Any]:
+    """Trains with given experts on Megatron's engine, on one rank."""
+    with jobs.engine_of(setting) as engine:
+        layers = replay_jobs.add_routed(engine)
+        return _report_replay(
+            engine, layers, lambda: _read_buffers(engine.model), lambda: WeightStream(engine.model), setting, grouped
+        )
+
+
+def replay_fsdp(setting: Setting, grouped: bool = False) -> dict[str, Any]:
+    """Trains with given experts on the engine."""
+    with engine_of(setting) as (engine, built):
+        return _report_replay(
+            engine, built.replay_experts(), built.read_gradients, built.build_stream, setting, grouped
+        )
+
+
+def images(setting: Setting, steps: int = 3) -> dict[str, Any]:
+    """Log-probs of rows with images, and what training on them makes of the weights; on the engine."""
+    with engine_of(setting) as (engine, built):
+        return _report_images(engine, built.build_stream, built.read_gradients, setting, steps)
+
+
+def megatron_images(setting: Setting, steps: int = 3) -> dict[str, Any]:
+    """The same on Megatron's engine, on one rank."""
+    with jobs.engine_of(setting) as engine:
+        return _report_images(
+            engine, lambda: WeightStream(engine.model), lambda: _read_buffers(engine.model), setting, steps
+        )
+
+
+def _report_images(
+    engine: Engine, stream: Any, read: Callable[[], dict[str, Any]], setting: Setting, steps: int
+) -> dict[str, Any]:
+    gradients: dict[str, Any] = {}
+    rows, mine = my_rows(vision_jobs.all_rows()), _list_mine()
+    output = engine.forward(rows, setting.batching)
+    assert output is not None
+    log_probs = {row: values.numpy() for row, values in zip(mine, output[0])}
+
+    def keep() -> None:
+        gradients.update({name: gradients.get(name, gradient.numpy()) for name, gradient in read().items()})
+
+    engine.on_gradients.append(keep)
+    results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
+    weights = {name: tensor.clone() for name, tensor in stream().named_tensors()}
+    return summary(results, weights) | {"log_probs": log_probs, "gradients": gradients}

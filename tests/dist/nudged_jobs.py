@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from replay_jobs import LocalPlane
+from replay_jobs import LocalPlane, add_routed
 from rollout_jobs import pair_of
 from torch import Tensor, nn
 from training_jobs import Setting
@@ -87,7 +87,8 @@ def agree(setting: Setting) -> dict[str, Any]:
         plane.put(routing | compared, numbers)
         rows = _build_rows({name: pack(values) for name, values in columns.items() if name != "trajectories"})
         own = pair.engine.forward(rows, setting.batching)
-        replay = RolloutRouting(pair.engine, Replica(plane, 10.0, by_stage=True))  # pyrefly: ignore[bad-argument-type]
+        replica = Replica(plane, 10.0, by_stage=True)  # pyrefly: ignore[bad-argument-type]
+        replay = RolloutRouting(add_routed(pair.engine), pair.engine.plan, replica)
         replayed = replay.forward(pair.engine, rows, setting.batching, numbers)
         metrics = Metrics()
         replay.add_to(metrics)

@@ -13,6 +13,7 @@ from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.run.columns import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.routing import _RecordedRouting
@@ -59,16 +60,24 @@ def train_replayed(setting: Setting, steps: int = 3) -> dict[str, Any]:
         return summary(results, full_weights(engine)) | {"agreement": routed.take_agreement()}
 
 
+def draw_routing(plan: ModelPlan, rows: Rows) -> list[torch.Tensor]:
+    """[tokens, routed layers, k] for each row: experts of any family, drawn at random; a prompt has the same in every row."""
+    num_layers = sum(len(chunk) for chunk in plan.routed_layers(0))
+    model = plan.model_config
+    assert model.num_moe_experts is not None
+    generator = torch.Generator().manual_seed(11)
+    chances = [torch.rand(length, num_layers, model.num_moe_experts, generator=generator) for length in rows.lengths]
+    prompts: dict[bytes, torch.Tensor] = {}
+    for ids, count, scores in zip(rows.input_ids, rows.prompt_lengths, chances):
+        scores[:count] = prompts.setdefault(ids[:count].numpy().tobytes(), scores[:count].clone())
+    return [scores.argsort(-1)[..., : model.moe_router_topk].to(torch.int16) for scores in chances]
+
+
 def train_random_routing(setting: Setting, steps: int = 3) -> dict[str, Any]:
     """Trains any family with experts that are sampled for each token of each layer; a rank has all layers."""
     with engine_of(setting) as engine:
         routed = add_routed(engine)
-        num_layers = sum(len(chunk) for chunk in engine.model.plan.routed_layers(0))
-        model = engine.model.plan.model_config
-        generator = torch.Generator().manual_seed(11)
-        chances = [torch.rand(length, num_layers, model.num_moe_experts, generator=generator) for length in all_rows().lengths]
-        experts = [scores.argsort(-1)[..., : model.moe_router_topk].to(torch.int16) for scores in chances]
-        rows = my_rows(replace(all_rows(), routing=experts))
+        rows = my_rows(replace(all_rows(), routing=draw_routing(engine.model.plan, all_rows())))
         results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
         return summary(results, full_weights(engine)) | {"agreement": routed.take_agreement()}
 
@@ -133,7 +142,7 @@ def travel(setting: Setting) -> dict[tuple[int, int], list[list[int]]]:
     with engine_of(setting) as engine:
         rows, numbers = all_rows(), list(range(8))
         plane = LocalPlane(8, [ROUTED_LENGTHS, name_routed_column(0)])
-        routing = _RecordedRouting(engine, Replica(plane, 10.0, by_stage=True))  # pyrefly: ignore[bad-argument-type]
+        routing = _RecordedRouting(add_routed(engine), engine.plan, Replica(plane, 10.0, by_stage=True))  # pyrefly: ignore[bad-argument-type]
         routing.forward(engine, rows, setting.batching, numbers)
         order = [5, 2, 7, 0, 1, 3, 6, 4]
         chosen = rows.select(order)

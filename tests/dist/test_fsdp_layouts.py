@@ -9,10 +9,14 @@ from typing import Any
 
 import fsdp_jobs
 import numpy as np
+import prefix_jobs
 import pytest
 import tiny_families
 from ranks import Ranks
+from test_fsdp import FAMILIES
 from training_jobs import Setting
+
+from mindspeed_rl.models import find_architecture
 
 _UNBALANCED = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
 _COPIES, _ULYSSES = {"fsdp_size": 2}, {"context_parallel_size": 2}
@@ -79,9 +83,13 @@ def test_a_layout_computes_and_trains_as_one_rank(
 _ATTENTIONS = ["gemma2", "gemma3", "olmo3", "deepseek_v3", "qwen3_moe", "qwen2", "phi3", "glm4", "mixtral"]
 
 
+#: the other families of the support table that take packed rows
+_OTHERS = tuple(name for name in FAMILIES if find_architecture(name).packs and name not in (*_ATTENTIONS, "qwen3"))
+_EXTRA = [pytest.param(name, 2, marks=pytest.mark.extra) for name in _OTHERS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", _ATTENTIONS)
+@pytest.mark.parametrize(("name", "size"), [*((name, size) for name in _ATTENTIONS for size in (2, 4)), *_EXTRA])
 def test_every_form_of_attention_exchanges_its_heads(
     ranks: Callable[[int], Ranks],
     folders: Callable[[str], str],
@@ -139,3 +147,28 @@ def test_adapters_train_in_these_layouts(
         assert _relative(reports[0]["gradients"][matrix], gradient) < 1e-5, matrix
     for tensor, weight in expected["weights"].items():
         assert _relative(reports[0]["weights"][tensor], weight) < 2e-5, tensor
+
+
+#: family, branches of agents instead of samples of a prompt, ranks, keys
+_SHARED: list[tuple[str, bool, int, dict[str, Any]]] = [
+    ("qwen3", False, 1, {}),
+    ("qwen3", True, 1, {"recompute_granularity": "full"}),
+    ("gemma2", False, 1, {}),
+    ("gemma3", True, 2, _ULYSSES),
+    ("deepseek_v3", False, 2, _ULYSSES),
+    ("qwen2", True, 2, {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "trees", "size", "keys"), _SHARED)
+def test_rows_that_begin_alike_train_as_each_by_itself(
+    ranks: Callable[[int], Ranks], folders: Callable[[str], str], name: str, trees: bool, size: int, keys: dict[str, Any]
+) -> None:
+    setting = Setting(folders(name), _UNBALANCED, token_budget=300)
+    (expected,) = ranks(1).run(prefix_jobs.train, setting=setting, trees=trees)
+    setting = Setting(folders(name), _UNBALANCED | keys, token_budget=300, shares_prefixes=True)
+    report, *_ = ranks(size).run(fsdp_jobs.train, setting=setting, steps=3, trees=trees)
+    assert report["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    for tensor, weight in expected["weights"].items():
+        assert _relative(report["weights"][tensor], weight) < 2e-5, tensor

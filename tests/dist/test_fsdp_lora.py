@@ -16,6 +16,7 @@ import torch
 import transformers
 from ranks import Ranks
 from safetensors.torch import load_file
+from test_fsdp import FAMILIES
 from training_jobs import TEMPERATURE, Setting, all_rows
 
 #: family -> targets; experts have no adapters here, and latent attention no linear_qkv
@@ -30,7 +31,16 @@ _FAMILIES = {
     "qwen3_next": ("linear_qkv", "linear_proj"),
 }
 _QUICK = ("qwen3",)
+_LATENT = ("deepseek_v2", "deepseek_v32", "glm5")
+#: the other families, on two ranks
+_OTHERS = tuple(name for name in FAMILIES if name not in _FAMILIES)
 _UNBALANCED = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
+
+
+def _choose_targets(name: str) -> tuple[str, ...]:
+    attention = ("linear_proj",) if name in _LATENT else ("linear_qkv", "linear_proj")
+    layers = () if name in tiny_families.EXPERTS else ("linear_fc1", "linear_fc2")
+    return _FAMILIES.get(name, (*attention, *layers))
 
 
 def _relative(actual: Any, expected: Any) -> float:
@@ -43,7 +53,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Settin
 
     def build(name: str) -> Setting:
         folder = tiny_families.save(name, tmp_path_factory.mktemp(name))
-        keys = _UNBALANCED | fsdp_jobs.ADAPTED | {"lora_target_modules": list(_FAMILIES[name])}
+        keys = _UNBALANCED | fsdp_jobs.ADAPTED | {"lora_target_modules": list(_choose_targets(name))}
         return Setting(str(folder), keys)
 
     return cache(build)
@@ -63,8 +73,14 @@ def by_megatron(
     return cache(run)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in _FAMILIES])
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+_RUNS = [
+    pytest.param(name, size, marks=() if name in _QUICK and size == 1 else pytest.mark.slow)
+    for name in _FAMILIES
+    for size in (1, 2, 4)
+] + [pytest.param(name, 2, marks=[pytest.mark.slow, pytest.mark.extra]) for name in _OTHERS]
+
+
+@pytest.mark.parametrize(("name", "size"), _RUNS)
 def test_adapters_compute_and_train_as_megatrons(
     ranks: Callable[[int], Ranks],
     settings: Callable[[str], Setting],

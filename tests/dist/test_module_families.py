@@ -12,10 +12,13 @@ import fsdp_jobs
 import numpy as np
 import pytest
 import rollout_jobs
+import stage_jobs
+import tiny_hf
 import tiny_modules
 import torch
 from ranks import RankFailureError, Ranks
 from safetensors.torch import load_file, save_file
+from supervised_samples import answers, instruction_row, write_columns
 from training_jobs import TEMPERATURE, Setting, all_rows
 from transformers import AutoModelForCausalLM, GraniteConfig
 
@@ -74,6 +77,33 @@ def test_log_probs_and_gradients_are_those_of_the_module(
     assert {key: tuple(value.shape) for key, value in first["weights"].items()} == {
         key: tuple(value.shape) for key, value in stored.items()
     }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_supervised_training_starts_from_the_loss_of_the_module_and_saves_what_it_loads(
+    ranks: Callable[[int], Ranks], tmp_path: Path, name: str
+) -> None:
+    folder, samples = tiny_modules.save(name, tmp_path / "model"), answers(8, seed=2)
+    tiny_hf.word_tokenizer().save_pretrained(folder)
+    training = {
+        **{"stage": "sft", "engine": "fsdp", "bf16": False, "load": str(folder), "tokenizer_name_or_path": str(folder)},
+        **{"data_path": str(write_columns(tmp_path / "rows", [instruction_row(*sample) for sample in samples]))},
+        **{"global_batch_size": 8, "micro_batch_size": 4, "seq_length": 64, "no_pad_to_seq_lengths": True, "no_shuffle": True},
+        **{"train_iters": 4, "lr": 1e-3, "lr_decay_style": "constant", "finetune": True},
+        **{"save": str(tmp_path / "save"), "save_hf": True},
+    }
+    (metrics,) = ranks(1).run(stage_jobs.train_stage, training=training, rl_config=None, steps=4)
+    losses = [step.results()["train/loss"] for step in metrics]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    for prompt, answer in samples:
+        with torch.no_grad():
+            predicted = model(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        total, count = total - float(predicted.gather(1, torch.tensor(answer)[:, None]).sum()), count + len(answer)
+    assert losses[0] == pytest.approx(total / count, rel=2e-5) and losses[-1] < losses[0]
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "save/hf/latest", dtype=torch.float32)
+    start = dict(model.named_parameters())
+    assert sum(not torch.equal(start[key], value) for key, value in trained.named_parameters()) > len(start) // 2
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "deepseek_v4"])

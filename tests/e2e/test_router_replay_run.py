@@ -46,6 +46,17 @@ def test_a_run_in_each_mode(task: Path, tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("mode", "devices"), [("R2", 1), ("R3", 2)])
+def test_a_run_of_transformers_modules_replays_too(task: Path, tmp_path: Path, mode: str, devices: int) -> None:
+    engine = ["megatron_training.engine=fsdp", "rl_config.use_prefix_grouper=false", "rl_config.use_remove_padding=true"]
+    size = ["actor_config.micro_batch_size=8", f"rl_config.actor_resource.num_npus={devices}"]
+    keys = [f"rl_config.router_replay.mode={mode}", "generate_config.infer_tensor_parallel_size=1"]
+    command = finished(task, tmp_path / "run", *ONE_PROCESS, *_MODEL, *_STEPS, *engine, *size, *keys)
+    _check(command, True)
+    assert all(("mismatch/experts/100" in record) == (mode == "R3") for record in command.metrics)
+
+
+@pytest.mark.slow
 def test_log_probs_of_an_exact_run_differ_by_nothing(task: Path, tmp_path: Path) -> None:
     keys = ["rl_config.router_replay.mode=R3", "rl_config.exact_log_probs=true"]
     run = finished(task, tmp_path / "run", *ONE_PROCESS, *_MODEL, *_STEPS, *keys)

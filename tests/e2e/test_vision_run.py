@@ -13,6 +13,7 @@ import pytest
 import tiny_vision
 import torch
 from patience import patient
+from safetensors.torch import load_file
 from scripts import load_script
 from shared_forks import shared
 
@@ -156,6 +157,29 @@ def test_pictures_train_and_are_seen_alike_by_trainer_engine_and_rewards(task: P
     pictures = [line["extra"]["images"] for line in lines if "images" in line["extra"]]
     assert pictures and all(url.startswith("data:image/jpeg;base64,") for (url,) in pictures)
     assert "<|image_pad|><|image_pad|>" not in lines[0]["prompt"] and "<|image_pad|>" in lines[0]["prompt"]
+
+
+@pytest.mark.slow
+def test_transformers_modules_train_on_pictures_as_megatron_does(task: Path) -> None:
+    """SFT, then GRPO from its result; the tower trains in both, and is sent to the rollout engine and proven."""
+    engines = ("megatron", "fsdp")
+    for name in engines:
+        keys = [f"megatron_training.engine={name}", f"run_dir=sft_{name}", f"megatron_training.save=sft_{name}_weights"]
+        command("train", *SFT, *keys, folder=task)
+        keys = [f"megatron_training.engine={name}", f"run_dir=grpo_{name}", f"actor_config.save=grpo_{name}_weights"]
+        keys += [f"actor_config.load=sft_{name}_weights/hf/latest", "rl_config.verifier_function=[looks:starts_even]"]
+        command("train", *GRPO, *keys, folder=task)
+    of_rl = "grpo/score/mean actor/pg_loss actor/grad_norm response_length/mean rollout/proven_parameters"
+    for kind, figures in (("sft", ("train/loss", "train/grad_norm")), ("grpo", of_rl.split())):
+        ours, theirs = (metrics(task / f"{kind}_{name}") for name in engines)
+        for mine, other in zip(ours, theirs, strict=True):
+            for figure in figures:
+                assert mine[figure] == pytest.approx(other[figure], rel=1e-3, abs=1e-5), figure
+    weights = [load_file(task / f"grpo_{name}_weights/hf/latest/model.safetensors") for name in engines]
+    assert weights[0].keys() == weights[1].keys()
+    start = load_file(task / "sft_megatron_weights/hf/latest/model.safetensors")
+    towers = [name for name in weights[0] if ".visual." in name]
+    assert any(not torch.equal(weights[0][name], start[name]) for name in towers)
 
 
 #: asks about the picture of its row, and shows another one with the second question

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mindspeed_rl.engine.attention import heads_to_sequence, sequence_to_heads
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.sequence_layout import PackedLayout
+from mindspeed_rl.engine.sequence_layout import PackedLayout, SharedPrefixes
 
 #: name of the attention function in transformers
 PACKED_ATTENTION = "mindspeed_rl_packed"
@@ -29,13 +29,14 @@ class SequenceSplit:
 
     Attributes:
         group: the ranks.
-        to_natural: [tokens] int64; index, among the tokens of all ranks in rank order, of each token of the row.
+        to_natural: [tokens] int64; index, among the tokens of all ranks in rank order, of each token of the row. None where
+            ranks have them in their order.
         to_rank_major: the inverse permutation.
     """
 
     group: dist.ProcessGroup
-    to_natural: Tensor
-    to_rank_major: Tensor
+    to_natural: Tensor | None
+    to_rank_major: Tensor | None
 
     @classmethod
     def build(cls, micro_batch: MicroBatch, group: dist.ProcessGroup) -> SequenceSplit:
@@ -44,7 +45,6 @@ class SequenceSplit:
         if layout is None:  # rows are equally wide, so one division fits all
             width = micro_batch.input_ids.size(1) * group.size()
             layout = PackedLayout.build([width], micro_batch.input_ids.device, group.size())
-        assert layout.to_natural is not None and layout.to_rank_major is not None  # several ranks
         return cls(group, layout.to_natural, layout.to_rank_major)
 
     def gather_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,16 +63,20 @@ class SequenceSplit:
 
     def _gather(self, x: Tensor) -> Tensor:
         gathered = sequence_to_heads(x.permute(2, 0, 1, 3), self.group)
-        return gathered.index_select(0, self.to_natural).permute(1, 2, 0, 3)
+        return _order(gathered, self.to_natural).permute(1, 2, 0, 3)
 
     def return_tokens(self, x: Tensor) -> Tensor:
         """Undo `gather_tokens` for the output, [rows, heads / ranks, tokens, width]."""
-        ordered = x.permute(2, 0, 1, 3).index_select(0, self.to_rank_major)
+        ordered = _order(x.permute(2, 0, 1, 3), self.to_rank_major)
         return heads_to_sequence(ordered, self.group).permute(1, 2, 0, 3)
 
     def choose_heads(self, values: Tensor) -> Tensor:
         """Return this rank's part of one value per head."""
         return values.chunk(self.group.size())[self.group.rank()]
+
+
+def _order(x: Tensor, indexes: Tensor | None) -> Tensor:
+    return x if indexes is None else x.index_select(0, indexes)
 
 
 def packed_attention(
@@ -88,6 +92,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     sequence_split: SequenceSplit | None = None,
+    shared_prefixes: SharedPrefixes | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
     """Compute causal attention of each sequence; arguments are as in transformers' attention functions.
@@ -101,6 +106,7 @@ def packed_attention(
         s_aux: [heads] scores of sinks.
         cu_seq_lens_q: [sequences + 1] bounds of the sequences of a single row; None where each row is a sequence.
         sequence_split: the tokens are this rank's, and it has some of the heads of all tokens meanwhile; None for all tokens.
+        shared_prefixes: the tokens are the computed ones, and bounds those of full sequences; None where all are computed.
 
     Returns:
         [rows, tokens, heads, width].
@@ -114,10 +120,14 @@ def packed_attention(
     else:
         assert query.size(0) == 1, "packed sequences form one row"
         bounds = cu_seq_lens_q.tolist()
-    sizes = [end - start for start, end in zip(bounds, bounds[1:])]
+    sizes = computed = [end - start for start, end in zip(bounds, bounds[1:])]
+    if shared_prefixes is not None:
+        # keys of a prefix are there once, and every sequence that begins with it attends to them
+        key, value = (shared_prefixes.expand(x.transpose(0, 2)).transpose(0, 2) for x in (key, value))
+        computed = list(shared_prefixes.lengths)
     parts = [
         _attend(*part, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
-        for part in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2))
+        for part in zip(query.split(computed, 2), key.split(sizes, 2), value.split(sizes, 2))
     ]
     output = torch.cat(parts, 2)
     if sequence_split is not None:
@@ -135,11 +145,14 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute the attention of sequences of one length, [rows, heads, tokens, width]."""
-    length = query.size(2)
+    """Compute the attention of sequences of one length, [rows, heads, tokens, width].
+
+    Queries are of the last tokens, where there are fewer of them than keys.
+    """
+    count, length = query.size(2), key.size(2)
     windowed = window is not None and window < length
     if softcap is None and sinks is None:
-        mask = _window_mask(length, window, query.device) if windowed else None
+        mask = _window_mask(count, length, window, query.device) if windowed or count < length else None
         grouped = key.size(1) != query.size(1)
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -149,7 +162,7 @@ def _attend(
     scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    mask = _window_mask(length, window if windowed else None, query.device)
+    mask = _window_mask(count, length, window if windowed else None, query.device)
     scores = scores.float().masked_fill(~mask, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
@@ -157,9 +170,9 @@ def _attend(
     return weights @ value.repeat_interleave(groups, 1)
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return [length, length] bool: True where a token attends to another one."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+def _window_mask(count: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return [count, length] bool: True where one of the last tokens attends to a token."""
+    distance = torch.arange(length - count, length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < (length if window is None else window))
 
 

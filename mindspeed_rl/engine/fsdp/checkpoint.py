@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_rl.checkpoint.dist import METADATA_FILE, DistReader, read_metadata
 from mindspeed_rl.checkpoint.megatron_source import SHARDED_SCORE_HEAD
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
-from mindspeed_rl.engine.fsdp.optimizer import MOMENTS, init_moments
+from mindspeed_rl.engine.fsdp.optimizer import init_moments, list_moments
 
 #: prefix of the names of weights; optimizer states have the name of the moment there
 _WEIGHTS = "weights."
@@ -115,5 +115,6 @@ class DcpFiles:
             # a save before the first step has moments too
             init_moments(engine.optimizer, engine.optimizer_steps)
             for name, parameter in trained.items():
-                state |= {f"{moment}.{name}": engine.optimizer.state[parameter][moment] for moment in MOMENTS}
+                moments = list_moments(engine.optimizer, parameter)
+                state |= {f"{moment}.{name}": engine.optimizer.state[parameter][moment] for moment in moments}
         return state

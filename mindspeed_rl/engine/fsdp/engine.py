@@ -20,7 +20,8 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import BatchShape, MicroBatch, MicroBatching, Rows, build_micro_batch, split_rows
 from mindspeed_rl.engine.fsdp.model import Request, ShardedModel
 from mindspeed_rl.engine.fsdp.offload import ShardOffloader
-from mindspeed_rl.engine.fsdp.optimizer import build_adamw, clip, compute_squared_norm, init_moments, list_gradients
+from mindspeed_rl.engine.fsdp.optimizer import build_optimizer, clip, compute_squared_norm, init_moments, list_gradients
+from mindspeed_rl.engine.fsdp.replay import ModuleReplay
 from mindspeed_rl.engine.fsdp.routers import ExpertBalance
 from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.interface import StepResult
@@ -68,6 +69,7 @@ class FsdpEngine:
         self.average: WeightAverage | None = None
         self.offloader = ShardOffloader(model)
         self._balance: ExpertBalance | None = None
+        self._replay: ModuleReplay | None = None
 
     @property
     def plan(self) -> ModelPlan:
@@ -81,10 +83,15 @@ class FsdpEngine:
 
     def start_training(self, steps_per_iteration: int) -> None:
         """Build optimizer and schedule."""
-        self.optimizer = self.offloader.optimizer = build_adamw(self.config, self.model)
+        self.optimizer = self.offloader.optimizer = build_optimizer(self.config, self.model)
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         self.steps_per_iteration = steps_per_iteration
         self._balance = ExpertBalance.build(self.config, self.model)
+
+    def replay_experts(self) -> ModuleReplay:
+        """Have routers take the experts of rows that have them from now on. Not collective."""
+        self._replay = ModuleReplay(self.model)
+        return self._replay
 
     def list_trained(self) -> dict[str, Tensor]:
         """Return this rank's rows of the parameters that train, by name. Not collective."""
@@ -275,6 +282,8 @@ class FsdpEngine:
         try:
             yield
         finally:
+            if self._replay is not None:
+                self._replay.reset()
             # a pass without gradients leaves the weights of embedding and head in full
             self.model.root.reshard()
 
@@ -295,6 +304,8 @@ class FsdpEngine:
         self, micro_batch: MicroBatch, outputs: HeadOutputs | None = None, temperature: float | None = None
     ) -> tuple[Tensor, ...]:
         config, temperature = self.config, temperature or self.temperature
+        if self._replay is not None:
+            self._replay.arm(micro_batch)
         return self.model.module(
             Request(micro_batch, temperature, config.loss_chunk_size, config.loss_vocab_chunk_size, outputs or self.outputs)
         )

@@ -20,6 +20,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.fsdp.attention import PACKED_ATTENTION, SequenceSplit, register
+from mindspeed_rl.engine.fsdp.images import ImageInputs, choose_trained
 from mindspeed_rl.engine.fsdp.lora import AdapterPair, ShardedAdapters, adapt_module, gather_rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
 from mindspeed_rl.engine.lora_layers import LoraSettings
@@ -28,6 +29,7 @@ from mindspeed_rl.engine.vocab import VocabHead
 from mindspeed_rl.models.hf_module import (
     CheckpointNames,
     TensorPlace,
+    build_image_module,
     build_module,
     cast_parameters,
     find_place,
@@ -86,6 +88,7 @@ class PolicyModule(nn.Module):
     def __init__(self, model: PreTrainedModel, plan: ModelPlan, context: dist.ProcessGroup | None, *, in_float32: bool) -> None:
         super().__init__()
         self.model, self._context = model, context
+        self._images = ImageInputs.build(model, plan.model_config.vision)
         self.vocab_size = plan.model_config.vocab_size
         self._softcap, self._in_float32 = plan.model_config.final_logit_softcapping, in_float32
 
@@ -111,7 +114,7 @@ class PolicyModule(nn.Module):
             position_ids=micro_batch.position_ids,
             inputs={},
         )
-        hidden = compute_hidden(self.model, micro_batch, self._context)
+        hidden = compute_hidden(self.model, micro_batch, self._context, self._images)
         results = request.outputs.compute(head, _select(hidden, micro_batch.hidden_index))
         # FSDP's hook at the start of the backward pass would be lost by an in-place change of a view
         return tuple(result.clone() for result in results)
@@ -132,6 +135,7 @@ class ValueModule(nn.Module):
     def __init__(self, model: PreTrainedModel, plan: ModelPlan, context: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.model, self._context = model, context
+        self._images = ImageInputs.build(model, plan.model_config.vision)
         model.set_output_embeddings(nn.Identity())
         self.score = nn.Linear(plan.model_config.hidden_size, 1, bias=False)
         self.vocab_size = plan.model_config.vocab_size
@@ -139,7 +143,8 @@ class ValueModule(nn.Module):
     def forward(self, request: Request) -> tuple[Tensor, ...]:
         """Compute the values of a micro-batch, [rows, width] float32, 0 on padding."""
         micro_batch = request.micro_batch
-        hidden = _select(compute_hidden(self.model, micro_batch, self._context), micro_batch.hidden_index)
+        hidden = compute_hidden(self.model, micro_batch, self._context, self._images)
+        hidden = _select(hidden, micro_batch.hidden_index)
         values = self.score(hidden)[:, 0].float()
         return tuple(result.clone() for result in align_values([values], micro_batch, self._context))
 
@@ -150,24 +155,33 @@ _HEADS: dict[str, Callable[[PreTrainedModel, ModelPlan, dist.ProcessGroup | None
 }
 
 
-def compute_hidden(model: PreTrainedModel, micro_batch: MicroBatch, context: dist.ProcessGroup | None) -> Tensor:
+def compute_hidden(
+    model: PreTrainedModel, micro_batch: MicroBatch, context: dist.ProcessGroup | None, images: ImageInputs | None
+) -> Tensor:
     """Return [tokens, rows, h]: the hidden states that reach the head.
 
     Padding is after the tokens of a row, none of which attends to it or has a state from it.
 
     Args:
         context: ranks that divide the tokens of each row; None where this rank has all.
+        images: inputs of a model that sees images; None for others.
     """
+    decoder = _get_decoder(model)
     layout: dict[str, Any] = {}
     if micro_batch.packed is not None:
         bounds = micro_batch.packed.cu_seqlens_q_padded
         longest = micro_batch.packed.max_seqlen_q
         layout = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    if model.config._attn_implementation == PACKED_ATTENTION:
+        layout["shared_prefixes"] = micro_batch.packed.shared
+    if images is not None:
+        layout |= images.prepare(decoder, micro_batch)
+    elif model.config._attn_implementation == PACKED_ATTENTION:
         layout["position_ids"] = micro_batch.position_ids
     if context is not None:
         layout["sequence_split"] = SequenceSplit.build(micro_batch, context)
-    output = _get_decoder(model)(input_ids=micro_batch.input_ids, use_cache=False, **layout)
+    if images is None:
+        layout["input_ids"] = micro_batch.input_ids
+    output = decoder(use_cache=False, **layout)
     return output.last_hidden_state.transpose(0, 1)
 
 
@@ -326,13 +340,15 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     compute = torch.bfloat16 if config.bf16 else torch.float32
     settings, adaptation = LoraSettings.from_config(config), None
     with torch.device("meta"):
-        model = _build_module(hf_config, packs=plan.architecture.packs)
+        model = _build_module(hf_config, packs=plan.architecture.packs, sees_images=plan.model_config.vision is not None)
         context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         module = _HEADS[plan.model_config.head](model, plan, context, bool(config.fp32_lm_head))
         places = _find_places(module, plan)
         if settings is not None:
             adaptation = adapt_module(model, plan, settings, places, config.adapted_parts)
-    cast_parameters(module, torch.float32 if trains and adaptation is None else compute)
+    if adaptation is None:
+        choose_trained(model.named_parameters(), config.trained_tower_parts)
+    cast_parameters(module, compute)
     for parameter in module.parameters():  # those that the class or adapters freeze stay so
         parameter.requires_grad_(trains and parameter.requires_grad)
         if parameter.requires_grad:
@@ -366,10 +382,11 @@ def _build_mesh(device_type: str, shards: int | None) -> DeviceMesh:
     return init_device_mesh(device_type, (size // shards, shards), mesh_dim_names=("replicate", _SHARD))
 
 
-def _build_module(hf_config: PretrainedConfig, *, packs: bool) -> PreTrainedModel:
+def _build_module(hf_config: PretrainedConfig, *, packs: bool, sees_images: bool) -> PreTrainedModel:
     register()
     # without packed rows the attention of the class, with its own masks
-    model = build_module(hf_config, **({"attn_implementation": PACKED_ATTENTION} if packs else {}))
+    settings = {"attn_implementation": PACKED_ATTENTION} if packs else {}
+    model = (build_image_module if sees_images else build_module)(hf_config, **settings)
     # rows have no padding that trains, so that this token is one like all others, as in Megatron
     cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None
     head = model.get_output_embeddings()
@@ -396,7 +413,7 @@ def list_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     Raises:
         ValueError: it has none.
     """
-    lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [module for module in _get_decoder(model).modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers, by which the engine shards.")
     return list(max(lists, key=len))

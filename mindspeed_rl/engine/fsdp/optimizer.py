@@ -1,9 +1,9 @@
-"""AdamW over shards with Megatron's groups, norm, clipping and schedule, so that an update does not depend on the engine."""
+"""AdamW or Muon over shards with Megatron's groups, norm, clipping and schedule: an update does not depend on the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,33 +11,57 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.fsdp.images import TOWER
 from mindspeed_rl.engine.fsdp.model import ShardedModel
+from mindspeed_rl.engine.fsdp.muon import MOMENTUM, ShardedMuon
+from mindspeed_rl.models.vision import get_tower_part
 
 #: Megatron's; added to the norm by which clipped gradients are divided
 _CLIP_EPS = 1e-6
 #: moments of AdamW, by their names in torch
-MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build_adamw(config: MegatronConfig, model: ShardedModel) -> torch.optim.AdamW:
-    """Build AdamW; biases and vectors have no weight decay, as in Megatron.
+def build_optimizer(config: MegatronConfig, model: ShardedModel) -> torch.optim.AdamW:
+    """Build AdamW, or Muon for matrices; biases and vectors have no weight decay, as in Megatron.
 
     Raises:
         ValueError: no learning rate is set.
     """
     if config.lr is None:
         raise ValueError("lr: no learning rate is set; a role that trains needs one.")
-    groups: dict[float, list[torch.nn.Parameter]] = {1.0: [], 0.0: []}
+    rates = {"tower": config.vit_lr, "projector": config.aligner_lr}
+    groups: dict[tuple[float, float | None], list[torch.nn.Parameter]] = {}
     for name, parameter in model.list_trained().items():
-        groups[0.0 if parameter.dim() == 1 or name.endswith(".bias") else 1.0].append(parameter)
-    return torch.optim.AdamW(
-        [{"params": members, "wd_mult": factor} for factor, members in groups.items() if members],
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+        factor = 0.0 if parameter.dim() == 1 or name.endswith(".bias") else 1.0
+        rate = rates[get_tower_part(name.removeprefix(TOWER))] if name.startswith(TOWER) else None
+        groups.setdefault((factor, rate), []).append(parameter)
+    members = [
+        {"params": parameters, "wd_mult": factor, **_scale_schedule(config, rate)}
+        for (factor, rate), parameters in groups.items()
+    ]
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    if config.optimizer == "muon":
+        return ShardedMuon(members, model, config, **settings)
+    return torch.optim.AdamW(members, **settings)
+
+
+def _scale_schedule(config: MegatronConfig, rate: float | None) -> dict[str, float]:
+    """Return the entries of a group whose schedule has another height; none where it has the role's."""
+    assert config.lr is not None
+    return {} if rate is None else {"max_lr": rate, "min_lr": config.min_lr * rate / config.lr}
+
+
+def list_moments(optimizer: torch.optim.AdamW, parameter: Tensor) -> tuple[str, ...]:
+    """Return the names of the states of a parameter that are tensors of its shape."""
+    is_matrix = isinstance(optimizer, ShardedMuon) and optimizer.is_matrix(parameter)
+    return (MOMENTUM,) if is_matrix else _MOMENTS
 
 
 @torch.no_grad()
@@ -46,7 +70,7 @@ def init_moments(optimizer: torch.optim.AdamW, num_steps: int) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            for name in MOMENTS:
+            for name in list_moments(optimizer, parameter):
                 if name not in state:
                     state[name] = torch.zeros_like(parameter)
             state["step"] = torch.tensor(float(num_steps), device=parameter.device)

@@ -64,10 +64,8 @@ class ExpertBalance:
         self._tokens: RoutedTokens | None = None
         self._rows = 0
         self._counted: set[int | None] = set()
-        for op in ops:
-            if op.mcore.endswith(_WEIGHT):
-                router = _find_router(model, model.places[op.hf[0]].parameter)
-                router.register_forward_hook(functools.partial(self._balance, op.layer))
+        for layer, router in find_routers(model).items():
+            router.register_forward_hook(functools.partial(self._balance, layer))
 
     @classmethod
     def build(cls, config: MegatronConfig, model: ShardedModel) -> ExpertBalance | None:
@@ -121,10 +119,10 @@ class ExpertBalance:
         logits, weights, chosen = output
         if layer in self._counts and layer not in self._counted:
             self._counted.add(layer)
-            self._count(layer, self._order(chosen), tokens)
+            self._count(layer, order_by_position(chosen, self._rows), tokens)
         if not (self._balancing.coeff or self._balancing.z_coeff):
             return None
-        flat = self._order(logits)
+        flat = order_by_position(logits, self._rows)
         if tokens.positions is not None:
             flat = flat.index_select(0, tokens.positions)
         loss = compute_router_loss(
@@ -138,9 +136,22 @@ class ExpertBalance:
             chosen = chosen.index_select(0, tokens.positions)
         self._counts[layer] += torch.bincount(chosen.flatten(), minlength=self._experts)
 
-    def _order(self, values: Tensor) -> Tensor:
-        """Return [tokens, n] in the order of hidden states, position by position, from row by row."""
-        return values.reshape(self._rows, -1, values.size(-1)).transpose(0, 1).reshape(-1, values.size(-1))
+
+def order_by_position(values: Tensor, rows: int) -> Tensor:
+    """Return [tokens, n] in the order of hidden states, position by position, from row by row."""
+    return values.reshape(rows, -1, values.size(-1)).transpose(0, 1).reshape(-1, values.size(-1))
+
+
+def order_by_row(values: Tensor, rows: int) -> Tensor:
+    """Return [tokens, n] row by row, as routers of transformers have them, from the order of hidden states."""
+    return order_by_position(values, len(values) // rows)
+
+
+def find_routers(model: ShardedModel) -> dict[int | None, nn.Module]:
+    """Return the routers of a model by layer, in order."""
+    ops = model.plan.architecture.weight_ops(model.plan.model_config)
+    weights = {op.layer: model.places[op.hf[0]].parameter for op in ops if op.mcore.endswith(_WEIGHT)}
+    return {layer: _find_router(model, parameter) for layer, parameter in weights.items()}
 
 
 def _find_router(model: ShardedModel, parameter: str) -> nn.Module:

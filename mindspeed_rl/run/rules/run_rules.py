@@ -15,7 +15,7 @@ from mindspeed_rl.config.keys.megatron import LORA_TARGETS, NEEDED_BY_MINDSPEED,
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.rollout_rules import ROLLOUT_RULES
-from mindspeed_rl.run.rules.training_engine_rules import training_engine_rules
+from mindspeed_rl.run.rules.training_engine_rules import find_idle_reason, training_engine_rules
 from mindspeed_rl.run.rules.violation import Broken, needs, violate
 
 
@@ -442,9 +442,10 @@ def _muon(run: Run) -> Iterator[Broken]:
     reasons = _UNLIKE_MUON | (_UNLIKE_MUON_NPU if cfg.platform == "npu" else {})
     roles = {"actor_config": cfg.actor_config, "critic_config": cfg.critic_config}
     for role, config in roles.items():
-        names = reasons if config is not None and config.optimizer == "muon" else {}
-        for name, reason in names.items():
-            if getattr(config, name):
+        if config is None or config.optimizer != "muon":
+            continue
+        for name, reason in reasons.items():
+            if getattr(config, name) and not find_idle_reason(config, name):
                 yield violate(
                     "muon_matrices",
                     f"[{role}.optimizer:is] excludes [{role}.{name}]: {reason}",

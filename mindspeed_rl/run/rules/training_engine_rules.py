@@ -1,4 +1,4 @@
-"""What a training engine cannot do, in one table: by key of a role, by key of the run, and by form of a model.
+"""What a training engine cannot do, in one table: by key of a role, and by key of the run; and what it cannot do with a model.
 
 Every key of a role is either read by the engine, or in one of the tables here: refused with a value that is not allowed, or
 listed by `explain` as without effect. `tests/unit/run/test_training_engines.py` has the keys that are read.
@@ -6,7 +6,7 @@ listed by `explain` as without effect. `tests/unit/run/test_training_engines.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -64,7 +64,6 @@ class _EngineLimits:
         role_keys: limits on keys of a role.
         run_keys: limits on keys of the run, by dotted name, where any role has the engine.
         without_effect: keys of a role that it does not read -> reason.
-        forms: sentence about a form of a model that it does not compute -> True for a model of this form.
         by_module: layers come from transformers' module.
         commands: commands that know only another engine's layers.
     """
@@ -72,7 +71,6 @@ class _EngineLimits:
     role_keys: Mapping[str, _KeyLimit] = field(default_factory=dict)
     run_keys: Mapping[str, _KeyLimit] = field(default_factory=dict)
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    forms: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
     by_module: bool = False
     commands: tuple[str, ...] = ()
 
@@ -88,7 +86,6 @@ _FSDP = _EngineLimits(
         **_same("expert_tensor_parallel_size", (None, 1), _SHARDS),
         **_same("num_layers_per_virtual_pipeline_stage num_layer_list noop_layers", (None,), _SHARDS),
         **_same("use_tp_pp_dp_mapping moe_tp_extend_ep", (False,), _SHARDS),
-        **_same("optimizer", ("adam",), "it updates rows of matrices, which Muon needs in full"),
         **_same("recompute_granularity", (None, "full"), "it recomputes whole layers"),
         **_same("recompute_method", (None, "uniform"), "it recomputes every layer"),
         **_same("recompute_num_layers", (None, 1), "it recomputes each layer by itself"),
@@ -103,12 +100,9 @@ _FSDP = _EngineLimits(
         **_same("mtp_num_layers", (0,), "it trains no multi-token-prediction layers"),
         **_same("dsa_indexer_loss_coeff", (0.0,), "it trains no indexers"),
         **_same("attention_dropout hidden_dropout", (0.0,), "its only dropout is that of adapters"),
-        **_same("freeze_vit freeze_aligner", (True,), "it trains no vision tower"),
     },
     run_keys={
-        **_same("rl_config.use_prefix_grouper", (False, None), "the attention of transformers computes a prefix in each row"),
         **_same("rl_config.sync_ref_model", (False,), "it averages no weights"),
-        **_same("rl_config.router_replay.mode", ("disabled",), "its routers choose anew in each pass"),
         **_same("rl_config.opponents.roles", ([],), "snapshots of earlier weights have not run with it"),
         **_same("msprobe_config.msprobe", (False,), "dumps record the modules of Megatron"),
     },
@@ -130,21 +124,13 @@ _FSDP = _EngineLimits(
             "use_fused_ring_attention_update use_ascend_coc coc_mode coc_parallel_num coc_fused_kernel".split(),
             "it is a kernel of Megatron's layers",
         ),
-        **dict.fromkeys(
-            "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv "
-            "muon_tp_mode".split(),
-            "it has no Muon",
-        ),
-        **dict.fromkeys("vit_lr aligner_lr".split(), "it trains no vision tower"),
+        "muon_tp_mode": _SHARDS,
         **dict.fromkeys("mtp_loss_scaling_factor mtp_detach_heads".split(), "it trains no multi-token-prediction layers"),
         **dict.fromkeys(
             "moe_grouped_gemm moe_permutation_async_comm moe_alltoall_overlap_comm use_fused_moe_token_permute_and_unpermute "
             "moe_token_dispatcher_type".split(),
             "each device has all experts of a layer while it computes, by transformers' module",
         ),
-    },
-    forms={
-        "a model of images": lambda model: model.vision is not None,
     },
     by_module=True,
     commands=("diff", "npu-cost"),
@@ -167,6 +153,10 @@ def training_engine_rules(run: Run) -> Iterator[Broken]:
             key = f"{group}.lora_target_modules"
             kept = [name for name in targets if not adapts_experts([name])] or None
             yield violate("training_engine", f"[{key}] cannot be used with engine: {role.engine}: {_STACKED}", {key: kept})
+    if cfg.rl_config is not None and run.rl.router_replay.mode != "disabled" and trains_other_family(cfg):
+        key = "rl_config.router_replay.mode"
+        text = f"[{key}] cannot be used with a model that only transformers computes: routers of the support table are known"
+        yield violate("training_engine", text, {key: "disabled"})
     for engine in engines:
         for path, limit in _LIMITS[engine].run_keys.items():
             *groups, key = path.split(".")
@@ -241,11 +231,6 @@ def check_model_form(config: MegatronConfig, architecture: ModelFamily, model_co
     Raises:
         ValueError: it does not.
     """
-    for form, applies in _LIMITS[config.engine].forms.items():
-        if applies(model_config):
-            raise ValueError(
-                f"engine: {config.engine} does not compute {form}, which {architecture.name} is or has; set engine: megatron."
-            )
     if not computes_by_module(config):
         return
     if architecture.module_obstacle:

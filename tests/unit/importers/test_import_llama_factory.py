@@ -321,9 +321,9 @@ def test_an_optimizer_has_the_keys_that_it_has_there(folder: Path) -> None:
     file = write(folder, {"use_muon": True, "use_badam": False, "weight_decay": 0.1, "deepspeed": "ds_z3_config.json"})
     settings = ImportSettings(devices=4, accepted=frozenset(("optimizer_state",)), folder=folder)
     keys = import_command(PROJECTS["llama-factory"], file, settings).tree["megatron_training"]
-    # nesterov, and 0.2 x sqrt(largest side) times the rate; the second engine has no Muon
+    # nesterov, and 0.2 x sqrt(largest side) times the rate
     assert (keys["optimizer"], keys["muon_use_nesterov"], keys["muon_extra_scale_factor"]) == ("muon", True, 0.2)
-    assert keys["muon_scale_mode"] == "spectral" and "engine" not in keys
+    assert keys["muon_scale_mode"] == "spectral" and keys["engine"] == "fsdp"
     # of several optimizers the first one trains
     both = import_command(PROJECTS["llama-factory"], write(folder, {"use_muon": True, "use_galore": True}), settings)
     assert "optimizer" not in both.tree["megatron_training"] and both.without_effect["use_muon"] == "use_galore is read instead"

@@ -959,8 +959,6 @@ def test_a_dense_model_under_fsdp_keeps_its_engine(strategy: str) -> None:
         (f"{A}.strategy=veomni", "veomni spreads experts or sequences"),
         (f"{M}.lora_rank=8 {M}.path=Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B has experts, whose layers are"),
         (f"{M}.path=/m/gpt-oss-20b", "by its name /m/gpt-oss-20b has experts that transformers keeps transposed"),
-        (f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct {A}.freeze_vision_tower=True", "has images"),
-        (f"{A}.use_prefix_grouper=True", "rl_config.use_prefix_grouper (true) cannot be used with engine: fsdp"),
     ],
 )
 def test_what_the_fsdp_engine_lacks_is_megatrons_with_the_reason_in_the_plan(changes: str, reason: str) -> None:
@@ -968,6 +966,11 @@ def test_what_the_fsdp_engine_lacks_is_megatrons_with_the_reason_in_the_plan(cha
     engine, row = engine_of(run)
     assert engine is None and row.startswith("megatron, as ") and reason in row
     assert reason in run.summarize()
+
+
+def test_images_and_shared_prompts_keep_the_engine() -> None:
+    for changes in (f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct {A}.freeze_vision_tower=True", f"{A}.use_prefix_grouper=True"):
+        assert engine_of(imported(changes)) == ("fsdp", ""), changes
 
 
 def test_names_of_dense_models_are_no_experts() -> None:

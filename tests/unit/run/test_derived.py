@@ -84,7 +84,7 @@ _ULYSSES = {"context_parallel_size": 2, "context_parallel_algo": "ulysses_cp_alg
         ({}, {"mtp_num_layers": 1}, True, False),
         ({"dropout_in_update": True}, {"hidden_dropout": 0.1}, True, False),
         ({"n_samples_per_prompt": 1, "adv_estimator": "reinforce_plus_plus"}, {}, True, False),
-        ({}, {"engine": "fsdp"}, True, False),
+        ({}, {"engine": "fsdp"}, True, True),
     ],
 )
 def test_padding_and_shared_prompts_are_computed_only_where_a_run_asks_or_cannot_do_without(

@@ -29,7 +29,8 @@ _READ = set(
     "deterministic ai_framework log_interval device_hour_price eval_iters eval_interval skip_train "
     "eval_max_tokens eval_metric eval_n_samples eval_patience eval_sets eval_target eval_temperature eval_top_k eval_top_p "
     "eval_verifier keep_best context_parallel_size context_parallel_algo fsdp_size "
-    "lora_target_modules lora_r lora_alpha lora_dropout lora_ckpt_filter".split()
+    "lora_target_modules lora_r lora_alpha lora_dropout lora_ckpt_filter freeze_vit freeze_aligner vit_lr aligner_lr "
+    "optimizer muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv".split()
 )
 
 
@@ -52,14 +53,11 @@ _FSDP = {"engine": "fsdp", "tensor_model_parallel_size": 1, "pipeline_model_para
 #: group, key, value
 _REFUSED: list[tuple[str, str, Any]] = [
     ("actor_config", "tensor_model_parallel_size", 2),
-    ("actor_config", "optimizer", "muon"),
     ("actor_config", "recompute_granularity", "selective"),
     ("actor_config", "async_save", True),
     ("actor_config", "mtp_num_layers", 1),
     ("actor_config", "grad_reduce_in_fp32", False),
     ("actor_config", "stream_ref_weights", True),
-    ("rl_config", "use_prefix_grouper", True),
-    ("rl_config", "router_replay", {"mode": "R2"}),
     ("rl_config", "opponents", {"roles": ["player"]}),
     ("msprobe_config", "msprobe", True),
 ]
@@ -125,8 +123,8 @@ def test_only_the_role_with_the_engine_is_limited() -> None:
 
 def test_what_all_roles_share_is_limited_by_the_engine_of_any() -> None:
     layout = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    found = _find_messages(ref_config=layout | {"engine": "fsdp"}, rl_config={"use_prefix_grouper": True})
-    assert [text.partition(" ")[0] for text in found if "engine: fsdp" in text] == ["rl_config.use_prefix_grouper"]
+    found = _find_messages(ref_config=layout | {"engine": "fsdp"}, rl_config={"opponents": {"roles": ["player"]}})
+    assert [text.partition(" ")[0] for text in found if "engine: fsdp" in text] == ["rl_config.opponents.roles"]
 
 
 def test_explain_lists_what_has_no_effect() -> None:
@@ -159,11 +157,10 @@ def test_families_that_the_engine_does_not_compute_are_refused_with_the_reason(n
         rules.check_model_form(fsdp, architecture, shape)
 
 
-def test_models_of_images_are_refused() -> None:
+def test_models_of_images_are_computed() -> None:
     architecture = architecture_for(MODELS["Qwen2.5-VL-7B-Instruct"])
     shape = architecture.read_model_config(MODELS["Qwen2.5-VL-7B-Instruct"])
-    with pytest.raises(ValueError, match="engine: fsdp does not compute a model of images"):
-        rules.check_model_form(MegatronConfig(engine="fsdp"), architecture, shape)
+    rules.check_model_form(MegatronConfig(engine="fsdp", context_parallel_size=2, bf16=True), architecture, shape)
 
 
 def test_commands_that_know_only_megatron_refuse_the_other_engine() -> None:
