@@ -90,13 +90,11 @@ class Requests:
 
 
 class ElasticEngines(Protocol):
-    """Further engines on devices that train.
+    """Further engines on devices that train."""
 
-    Attributes:
-        marks: ready prompts at which they start and end to generate.
-    """
-
-    marks: QueueMarks
+    @property
+    def marks(self) -> QueueMarks:
+        """Numbers of ready prompts at which they start and end to generate."""
 
     def wake(self) -> list[WorkerReport]:
         """Let them generate with the others, with the same weights; the trainers are idle."""

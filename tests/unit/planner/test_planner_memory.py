@@ -353,7 +353,9 @@ def test_elastic_servers_take_turns_with_training_on_the_trainers_devices() -> N
     shared, plain = planned("dapo_qwen3_32b_A3"), planned("dapo_qwen3_32b_A3", **apart)
     plan = planned("dapo_qwen3_32b_A3", **apart, rl_config__elastic_rollout=True)
     for trainer, alone, colocated in zip(plan.groups[:-1], plain.groups[:-1], shared.groups, strict=True):
-        phases, before, engines = ({phase.name: phase.owners for phase in group.phases} for group in (trainer, alone, colocated))
+        phases, before, engines = (
+            {phase.name: phase.owners for phase in group.phases} for group in (trainer, alone, colocated)
+        )
         # an engine of the same size as in the workers is there while it generates and takes weights, and in no other phase
         for name in ("generate", "update_weights"):
             for owner in ("rollout weights", "KV cache"):
