@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
@@ -31,15 +32,41 @@ class ElasticServers:
 
     def __init__(
         self,
+        processes: ServerProcesses,
+        pool: ServerPool,
+        loop: LoopThread,
+        *,
+        num_trainers: int,
+        timeout_s: float,
+        restarts: int,
+        report: Callable[[str], None] = _LOG.warning,
+    ) -> None:
+        """Keep the processes, which have started; `set_up` waits for them.
+
+        Args:
+            processes: on the devices of the trainers.
+            pool: the rollout's servers.
+            loop: event loop of the pools.
+            num_trainers: the first members of the process group of a weight sync.
+            timeout_s: longest silence of a server.
+            restarts: times that a lost server is started again.
+            report: called with a line for every server that is lost or started again.
+        """
+        self._processes, self._pool, self._loop = processes, pool, loop
+        self._restarts_left, self._report = restarts, report
+        self._asleep = ServerPool(timeout_s=timeout_s, on_lost=lambda name, reason: report(f"{name} was taken out: {reason}"))
+        self.weights = WeightSync(self._asleep, loop, lambda: None, num_trainers=num_trainers, timeout_s=timeout_s)
+
+    @classmethod
+    def start(
+        cls,
         run: Run,
         settings: ServerSettings,
         env: Mapping[str, str],
         slots: Sequence[tuple[str, list[str]]],
         rollout: RolloutServers,
-        *,
-        report: Callable[[str], None] = _LOG.warning,
-    ) -> None:
-        """Start the engines on devices that are free; `set_up` waits for them.
+    ) -> ElasticServers:
+        """Start the engines of a run on devices that are free.
 
         Args:
             run: the resolved run.
@@ -47,17 +74,16 @@ class ElasticServers:
             env: environment of the processes.
             slots: see `ServerProcesses`; of the actor's workers.
             rollout: the servers that they generate with.
-            report: called with a line for every server that is lost or started again.
         """
-        self._rollout, self._report = rollout, report
-        self._restarts_left = run.rl.rollout_server_restarts
-        monitor = WaitMonitor(run.folder, run.deadlines, run.fault_tolerance, report=report)
+        monitor = WaitMonitor(run.folder, run.deadlines, run.fault_tolerance, report=_LOG.warning)
         settings = replace(settings, title=_TITLE, sleeps=True)
-        self._processes = ServerProcesses(settings, env, monitor, len(slots), slots)
-        timeout_s = run.deadlines.seconds["server"]
-        self._asleep = ServerPool(timeout_s=timeout_s, on_lost=lambda name, reason: report(f"{name} was taken out: {reason}"))
-        self.weights = WeightSync(
-            self._asleep, rollout.loop, lambda: None, num_trainers=run.plan.world_size, timeout_s=timeout_s
+        return cls(
+            ServerProcesses(settings, env, monitor, len(slots), slots),
+            rollout.pool,
+            rollout.loop,
+            num_trainers=run.plan.world_size,
+            timeout_s=run.deadlines.seconds["server"],
+            restarts=run.rl.rollout_server_restarts,
         )
 
     def set_up(self) -> None:
@@ -66,15 +92,15 @@ class ElasticServers:
         Raises:
             WorkerError: one does not start; names it and the reason.
         """
-        self._rollout.loop.run(self._asleep.pause("abort"))  # which it stays: nothing is requested here
+        self._loop.run(self._asleep.pause("abort"))  # which it stays: nothing is requested here
         self._collect()
 
     def _collect(self) -> None:
         """Add the servers that were started, and let them sleep."""
         for client, metadata in self._processes.collect():
             self.weights.num_workers[client.name] = metadata.num_workers
-            self._rollout.loop.run(self._asleep.add(client))
-            self._rollout.loop.run(self._sleep(client.name))
+            self._loop.run(self._asleep.add(client))
+            self._loop.run(self._sleep(client.name))
 
     def wake(self, sync: Callable[[WeightSync], None]) -> tuple[int, int]:
         """Give the servers the trainers' weights, and let them generate with the others.
@@ -88,7 +114,7 @@ class ElasticServers:
         Raises:
             WorkerError: a trainer failed.
         """
-        loop = self._rollout.loop
+        loop = self._loop
         self._replace_lost()
         # the cache only after the sync: the trainers' weights are on the device until then
         loop.run(self._call_all("wake", part="weights"))
@@ -104,7 +130,7 @@ class ElasticServers:
         return loop.run(self._join_rollout())
 
     async def _join_rollout(self) -> tuple[int, int]:
-        pool = self._rollout.pool
+        pool = self._pool
         await self._call_all("wake", part="cache")
         await self._call_all("resume")
         num_joined = 0
@@ -120,10 +146,10 @@ class ElasticServers:
 
     def sleep(self) -> None:
         """Take the servers off the devices; what they were generating continues on the others."""
-        self._rollout.loop.run(self._leave_rollout())
+        self._loop.run(self._leave_rollout())
 
     async def _leave_rollout(self) -> None:
-        pool = self._rollout.pool
+        pool = self._pool
         for name in [name for name in pool.names if name in self._processes.actors]:
             if (client := await pool.withdraw(name)) is None:
                 continue

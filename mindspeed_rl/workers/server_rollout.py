@@ -146,7 +146,7 @@ class ServerRollout:
         Args:
             slots: node and ids of the device of each trainer.
         """
-        self._elastic = ElasticServers(self._run, self._settings, self._trainers.env, slots, self.servers)
+        self._elastic = ElasticServers.start(self._run, self._settings, self._trainers.env, slots, self.servers)
         self._elastic.set_up()
 
     def wake_elastic(self) -> list[WorkerReport]:
