@@ -242,9 +242,8 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     # at its end the engine has its cache again, and training has left
     served = {} if disaggregated else {owner: count for owner, count in serving.items() if owner != "engine step"}
     phases.append(_fullest(Phases.PUSH_WEIGHTS.memory, (fixed, resident), {**weights, **push}, served))
-    if actor.config.async_save:  # the engine in the workers is not offloaded, and all models are on the device together
-        awake = {} if run.is_elastic and run.device.sleeps else serving
-        phases.append(_make_phase(Phases.SAVE.memory, fixed, weights, state, totals, awake))
+    if actor.config.async_save:  # the engine is not offloaded, and all models are on the device together
+        phases.append(_make_phase(Phases.SAVE.memory, fixed, weights, state, totals, serving))
     return phases
 
 

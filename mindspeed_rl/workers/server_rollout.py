@@ -154,6 +154,8 @@ class ServerRollout:
         assert self._elastic is not None
         reports: list[WorkerReport] = []
         with self._timers("elastic_wake"):
+            # a save, or an iteration without a weight sync, leaves it there
+            self._trainers.call(Phases.RELEASE_DEVICES)
             num_servers, num_moved = self._elastic.wake(
                 lambda weights: reports.extend(self._elastic_senders.sync(weights, self._version)[0])
             )

@@ -256,6 +256,10 @@ class TrainerWorker(ActorPhases):
         if (left := self._groups.pop(group, None)) is not None:
             left.close()
 
+    def release_devices(self) -> None:
+        """Offload the training state, as far as the run file says: an engine on this device wakes up."""
+        self.offload_all()
+
     def send_weights(self, version: int, group: str) -> WorkerReport:
         """Send the actor's weights to the servers of the group, with the sums that prove their arrival.
 

@@ -426,6 +426,14 @@ def _elastic(run: Run) -> Iterator[Broken]:
             "started and not trained",
             {"elastic_rollout_high": ahead},
         )
+    roles = {"actor_config": run.config.actor_config, "critic_config": run.config.critic_config}
+    for group in [group for group, role in roles.items() if role is not None and role.async_save]:
+        yield violate(
+            "elastic_async_save",
+            f"[{key}:name] and [{group}.async_save:name] exclude each other: a save in the background reads the training state "
+            "that leaves the devices",
+            {key: False, f"{group}.async_save": False},
+        )
     if "judge" in run.placement.layouts and not run.placement.layouts["judge"].dedicated:
         text = (
             f"[{key}:name] needs [judge_resource:name]: the judge has an engine on the actor's devices, and both would be there"

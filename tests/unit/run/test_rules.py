@@ -494,6 +494,11 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         "elastic_high",
         ["elastic_rollout_high (3.5) may be at most 3:", "max_off_policy_threshold (1)"],
     ),
+    (
+        {R: ELASTIC, M: {"async_save": True, "save": "out", "ckpt_format": "torch_dist"}},
+        "elastic_async_save",
+        ["elastic_rollout and", "async_save exclude each other"],
+    ),
     ({R: ELASTIC | {"judge_model": "judge"}}, "elastic_judge", ["elastic_rollout needs rl_config.judge_resource"]),
     (
         {
