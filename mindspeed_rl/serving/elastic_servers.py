@@ -142,7 +142,9 @@ class ElasticServers:
                 num_joined += 1
             except ServerLostError as error:
                 self._report(f"{name} was taken out: {error}")
-        return num_joined, pool.rebalance()
+        num_moved = pool.rebalance()
+        _LOG.info("%d %ss have joined the rollout, with %d of its requests", num_joined, _TITLE, num_moved)
+        return num_joined, num_moved
 
     def sleep(self) -> None:
         """Take the servers off the devices; what they were generating continues on the others."""
