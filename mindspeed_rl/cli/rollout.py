@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -56,6 +56,12 @@ def make_parser() -> Parser:
     add("--served-model-name", nargs="+", help="names in the OpenAI-compatible paths; default: the folder's")
     add("--tensor-parallel-size", "--vllm-tensor-parallel-size", "--vllm_tensor_parallel_size", type=int)
     add(
+        "--data-parallel-size",
+        *("--vllm-data-parallel-size", "--vllm_data_parallel_size"),
+        type=int,
+        help="1: a server is one replica; start a server for each further one",
+    )
+    add(
         "--max-model-len", "--vllm-max-model-len", "--vllm_max_model_len", type=int, help="longest prompt + response, in tokens"
     )
     add("--max-num-seqs", "--vllm-max-num-seqs", "--vllm_max_num_seqs", type=int, help="responses at the same time")
@@ -93,6 +99,30 @@ def main(argv: list[str]) -> int:
         listening.close()
 
 
+def _check_replicas(sharing: int, copies: int, arguments: Mapping[str, object]) -> None:
+    """Check that the server is one replica of the model.
+
+    Args:
+        sharing: replicas that share experts, by the run file.
+        copies: replicas by the command line.
+        arguments: `engine_kwargs` of the run file.
+
+    Raises:
+        ValueError: vLLM would make several replicas in the server; names the key.
+    """
+    reason = (
+        "a server is one replica, of --tensor-parallel-size devices. Of several replicas vLLM returns only the first one's "
+        "results of a call, so that a weight sync would have no report of the others; start a server for each, with devices "
+        "and a port of its own, and name all of them in generate_config.vllm_server_host: requests are balanced over them"
+    )
+    if copies != 1:
+        raise ValueError(f"--data-parallel-size {copies}: {reason}")
+    if sharing != 1:
+        raise ValueError(f"generate_config.infer_expert_parallel_size ({sharing}) must be 1 for a server: {reason}")
+    if names := sorted(name for name in arguments if name.startswith("data_parallel")):
+        raise ValueError(f"generate_config.engine_kwargs.{names[0]} ({arguments[names[0]]}) cannot be set: {reason}")
+
+
 def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Shared]:
     """Return the keys of the engine, the model's folder, and what the server has in common with the run's trainer."""
     if args.join is not None and args.config_name is not None:
@@ -121,6 +151,8 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
             if not isinstance(value, str) and value <= 0:
                 raise ValueError(f"--{name.removeprefix('infer_').replace('_', '-')} {value} must be above 0")
     generate = replace(generate, **{name: value for name, value in given.items() if value is not None})
+    copies = 1 if args.data_parallel_size is None else args.data_parallel_size
+    _check_replicas(generate.infer_expert_parallel_size, copies, generate.engine_kwargs or {})
     if args.speculative_config is not None:
         generate = replace(generate, speculative_config=_read_drafts(args.speculative_config))
     return generate, folder.expanduser().resolve(), shared

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from mindspeed_rl.trainers.admission import Admission, InFlight
+from mindspeed_rl.trainers.admission import Admission, InFlight, QueueMarks
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,19 @@ class Moving:
 
 
 @dataclass(frozen=True)
+class Elastic:
+    """The trainers' devices generate too while an iteration waits; see `rl_config.elastic_rollout`.
+
+    Attributes:
+        marks: complete prompts at which they start and end.
+        wake_s: seconds until they generate: the trainers leave the devices, and engines get weights; the others generate.
+    """
+
+    marks: QueueMarks
+    wake_s: float
+
+
+@dataclass(frozen=True)
 class Mode:
     """A trainer mode.
 
@@ -72,6 +85,7 @@ class Mode:
         longest_first: prompts whose earlier responses were longest start first.
         first_samples: one sample of each prompt starts first, and the others follow by what these say of their length.
         moving: devices move between the roles; None: they stay.
+        elastic: the trainers' devices generate while they wait; None: they do not.
     """
 
     admission: Admission
@@ -82,6 +96,7 @@ class Mode:
     longest_first: bool = False
     first_samples: bool = False
     moving: Moving | None = None
+    elastic: Elastic | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,7 @@ class Outcome:
         aborted: fraction of the generated tokens that were aborted.
         moves: moves of devices in all iterations.
         reversals: share of the moves that take the one before them back.
+        helped: share of the iterations in which the trainers' devices generated.
     """
 
     iteration_s: float
@@ -104,6 +120,7 @@ class Outcome:
     aborted: float = 0.0
     moves: int = 0
     reversals: float = 0.0
+    helped: float = 0.0
 
 
 @dataclass
@@ -280,6 +297,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
     waited: list[float] = []
     busy: list[float] = []
     ages: list[int] = []
+    helped: list[int] = []
 
     def admit(version: int) -> None:
         nonlocal started
@@ -308,10 +326,27 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
         in_flight = [InFlight(index, group.version, index in complete) for index, group in sorted(groups.items())]
         return admission.choose(iteration, times.prompts, in_flight)
 
+    def help_until_ready(iteration: int) -> None:
+        """Let all devices generate where few prompts are complete, until enough are."""
+        elastic, num_complete = mode.elastic, len(complete)
+        if elastic is None or choose(iteration) is not None:
+            return
+        if not elastic.marks.decide(is_awake=False, num_ready=num_complete, num_in_flight=len(groups)):
+            return
+        helped.append(iteration)
+        advance(elastic.wake_s)
+        engine.set_pace(fixed / batch)
+        while elastic.marks.decide(is_awake=True, num_ready=len(complete), num_in_flight=len(groups)) or (
+            choose(iteration) is None and len(complete) < len(groups)
+        ):
+            advance(engine.next_end_s())
+        engine.set_pace(fixed / batch / fraction)
+
     admit(0)
     for iteration in range(_WARM + _ITERATIONS):
         move()
         began = now
+        help_until_ready(iteration)
         while (chosen := choose(iteration)) is None:
             num_complete = len(complete)
             while len(complete) == num_complete:  # nothing else changes which may be chosen
@@ -339,6 +374,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
         aborted=engine.num_aborted / engine.num_tokens,
         moves=len(directions),
         reversals=sum(a != b for a, b in itertools.pairwise(directions)) / max(1, len(directions)),
+        helped=sum(iteration >= _WARM for iteration in helped) / count,
     )
 
 
@@ -510,5 +546,33 @@ def build_moving_table() -> str:
     return "\n".join(lines)
 
 
+#: eighths of the devices that generate in the rows of elastic rollouts
+_EIGHTHS = (1, 2, 3, 4)
+#: seconds of a wake-up at least
+_WAKE_S = 20.0
+
+
+def build_elastic_table() -> str:
+    """Return a Markdown table of trainers' devices that generate while they wait, with the default marks."""
+    lines = [
+        "| phase times | devices that generate | s an iteration, off | on | times best split, on | trainer waits, off | on "
+        "| helped in |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for times in _PUBLISHED:
+        half = Mode(Admission("pace", 1, times.prompts), True, 0.5)
+        best_s = min(simulate(times, replace(half, device_fraction=eighths / 8)).iteration_s for eighths in range(1, 7))
+        elastic = Elastic(QueueMarks(0.5 * times.prompts, times.prompts), max(_WAKE_S, times.push_s))
+        for eighths in _EIGHTHS:
+            split = replace(half, device_fraction=eighths / 8)
+            off, on = simulate(times, split), simulate(times, replace(split, elastic=elastic))
+            cells = [times.name, f"{eighths}/8", f"{off.iteration_s:.0f}", f"{on.iteration_s:.0f}"]
+            cells += [f"{best_s / on.iteration_s:.2f}", f"{off.trainer_idle:.0%}", f"{on.trainer_idle:.0%}", f"{on.helped:.0%}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(f"{build_table()}\n\n{build_partial_table()}\n\n{build_tail_table()}\n\n{build_moving_table()}")
+    print(
+        f"{build_table()}\n\n{build_partial_table()}\n\n{build_tail_table()}\n\n{build_moving_table()}\n\n{build_elastic_table()}"
+    )

@@ -110,6 +110,9 @@ def plan_host_memory(run: RunShape, engine: Engine | None) -> HostMemory:
         copies["rollout weights"] = engine.adapters + engine.draft
         if run.sends_changes:
             copies["rollout weights"] += engine.weights
+    if engine is not None and run.is_elastic and sleeps:
+        # its sleep keeps all weights
+        copies["rollout weights"] = engine.weights + engine.adapters + engine.draft
     saved = [model for model in _list_saved(run) if model.config.save is not None]
     phases = [start, HostPhase("iteration", copies)]
     if saved:

@@ -216,7 +216,8 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
         )
         return [_fullest("serve", owners, {owner: count for owner, count in activations.items() if owner != "tower"})]
     resident = _resident_bytes(run, weights, state, others)
-    disaggregated = run.placement.disaggregated
+    # engines in the actor's workers, or elastic servers on their devices
+    disaggregated = run.placement.disaggregated and not run.is_elastic
     serving = {} if disaggregated else _serving_bytes(engine)
     # packed weights exist from the first responses to the next weight sync, or to a release of the engine's memory
     generating = {} if disaggregated else {**serving, "packed weights": engine.packed}
@@ -226,6 +227,8 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     judge = {} if run.placement.layouts.get("judge", run.sizes.actor).dedicated else count_judge_bytes(run)
     # its processes are there in all phases, and without a sleep mode the engines too
     resident |= ({"judge process": run.device.runtime} if judge else {}) | ({} if run.device.sleeps else judge)
+    if run.is_elastic:
+        resident |= {"elastic process": run.device.runtime} | ({} if run.device.sleeps else serving)
     phases = [start, _make_phase(Phases.GENERATE.memory, fixed, resident, generating)]
     if judge:
         phases.append(_make_phase(Phases.JUDGE.memory, fixed, resident, judge, also))

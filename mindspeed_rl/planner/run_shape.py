@@ -241,6 +241,11 @@ class RunShape:
         return generate is not None and (generate.lora_push == "adapter" or generate.update_weight_mode == "delta")
 
     @property
+    def is_elastic(self) -> bool:
+        """True where servers on the actor's devices generate while an iteration waits."""
+        return self.generate is not None and self.cfg.rl_config is not None and self.cfg.rl_config.elastic_rollout
+
+    @property
     def max_len(self) -> int:
         """Maximum number of tokens of a sequence that trains."""
         rl, generate = self.cfg.rl_config, self.generate

@@ -180,6 +180,8 @@ def _list_omissions(cfg: RunConfig) -> Iterator[str]:
         yield "phases follow one another, though blocking: false lets some start as rows arrive"
     if rl.partial_rollout_max_split > 1:
         yield "every response ends in its rollout, though partial_rollout_max_split continues long ones in the next"
+    if rl.elastic_rollout:
+        yield "only the rollout's devices generate, though elastic_rollout lets the actor's help while an iteration waits"
     if rl.spare_samples_per_prompt and not rl.keep_spare_samples:
         yield "no sample is aborted, though spare_samples_per_prompt generates more of them than train"
     if generate.update_weight_mode == "delta":

@@ -74,6 +74,8 @@ class Phases:
     JOIN_SERVERS = Phase("join_servers", deadline="weights")
     SEND_WEIGHTS = replace(PUSH_WEIGHTS, name="send_weights")
     LEAVE_SERVERS = Phase("leave_servers", deadline="weights")
+    #: training state leaves the trainers' devices, on which servers are to generate
+    RELEASE_DEVICES = Phase("release_devices", deadline="weights")
 
     # ---------------------------------------------------------------------- rewards
 

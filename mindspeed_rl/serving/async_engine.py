@@ -34,12 +34,14 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.scratch import make_owned_folder
 from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, EngineExtension
-from mindspeed_rl.serving.rollout_service import ResponseChunk
+from mindspeed_rl.serving.rollout_service import ResponseChunk, WakePart
 from mindspeed_rl.serving.server_process import ServerSettings
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
 
+#: part of an engine -> vLLM's name of it
+_WAKE_TAGS: Mapping[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
 _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
@@ -125,10 +127,10 @@ class AsyncEngine:
         if self.llm.vllm_config.model_config.enable_sleep_mode:
             await self.llm.sleep(level=1)
 
-    async def wake(self) -> None:
-        """Load what `sleep` has offloaded onto the device again."""
+    async def wake(self, part: WakePart | None = None) -> None:
+        """Load what `sleep` has offloaded onto the device again: the weights, then the cache, or both at once."""
         if self.llm.vllm_config.model_config.enable_sleep_mode:
-            await self.llm.wake_up()
+            await self.llm.wake_up(tags=None if part is None else [_WAKE_TAGS[part]])
 
     async def join(self, rendezvous: str, first_rank: int) -> None:
         """Make the engine's workers members of a new group; see `EngineExtension.weights_join`."""

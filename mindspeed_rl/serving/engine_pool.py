@@ -199,23 +199,80 @@ class ServerPool:
             return
         reason = reason[:_MAX_REASON]
         self.lost.append((name, reason))
-        # None in a callback
-        current = asyncio.current_task()
-        for task in member.tasks:
-            # the task that noticed the loss may be one of these, and has to reach its end
-            if task is not current:
-                task.cancel()
-        for request in list(member.requests.values()):
+        for request in self._end_member(member):
             request.moves += 1
             if request.moves > self._max_moves:
                 _fail(request, ServerLostError(f"{request.moves} servers were lost while they worked on one request: {reason}"))
             else:
                 self.waiting.append(request)
-        member.requests, member.load = {}, 0
-        self._note_idle(member)
         self._assign_waiting()
         # last, because it may raise
         self._on_lost(name, reason)
+
+    def _end_member(self, member: _Member) -> list[_Request]:
+        """Stop the tasks of a server that is no member any more; return the requests that it had."""
+        # None in a callback
+        current = asyncio.current_task()
+        for task in member.tasks:
+            # the task that noticed a loss may be one of these, and has to reach its end
+            if task is not current:
+                task.cancel()
+        requests = list(member.requests.values())
+        member.requests, member.load = {}, 0
+        self._note_idle(member)
+        return requests
+
+    async def withdraw(self, name: str) -> ServerClient | None:
+        """Take out a server that is not lost, and return its client; None where it was lost.
+
+        Its requests continue on others, from the tokens that they have; it aborts them. Unlike a loss this may happen to a
+        request any number of times.
+        """
+        member = self._members.pop(name, None)
+        if member is None:
+            return None
+        self.waiting += self._end_member(member)
+        self._assign_waiting()
+        with contextlib.suppress(ServerLostError):  # who uses it next finds out
+            await self._call(member.server, "drop", "abort its requests", {})
+        return member.server
+
+    def rebalance(self) -> int:
+        """Move requests to servers with fewer remaining tokens, after others joined; return how many moved.
+
+        Those with the fewest tokens move first: a server computes again what a request has. Each moves once at most.
+        """
+        moved: dict[str, list[str]] = {}
+        new_keys = set[str]()
+        while len(self._members) > 1:
+            members = sorted(self._members.values(), key=attrgetter("load"))
+            target, source = members[0], members[-1]
+            request = min(
+                (
+                    request
+                    for request in source.requests.values()
+                    # or the target would have as many as the source has now
+                    if target.load + request.load < source.load and request.key not in new_keys and request.refusal is None
+                ),
+                key=lambda request: len(request.response.token_ids),
+                default=None,
+            )
+            if request is None:
+                break
+            source.drop(request.key)
+            self._note_idle(source)
+            if request in source.outbox:  # it was not sent yet
+                source.outbox.remove(request)
+            else:
+                moved.setdefault(source.server.name, []).append(request.key)
+            # events of the source may still be on their way, and must not count for the new server
+            request.key = str(next(self._keys))
+            new_keys.add(request.key)
+            self._give(target, request)
+        for name, keys in moved.items():
+            source = self._members[name]
+            self._start(source, self._call_or_remove(source, "drop", "abort requests", {"keys": keys}))
+        return len(new_keys)
 
     async def leave(self, name: str) -> None:
         """Remove a server that leaves; its requests continue on others, and it aborts them."""
@@ -338,17 +395,20 @@ class ServerPool:
             if error is not None and not others:  # the others were lost
                 _fail(request, error)
                 continue
-            member = min(others, key=attrgetter("load"))
-            # its silence counts from here: a server without requests has no events
-            if not member.requests:
-                member.last_event_s = time.monotonic()
-                member.busy_since = time.time()
-            member.take(request)
-            request.num_kept = len(request.response.token_ids)
-            if not member.outbox:
-                # requests of the same turn of the loop are sent together
-                self._start(member, self._send(member))
-            member.outbox.append(request)
+            self._give(min(others, key=attrgetter("load")), request)
+
+    def _give(self, member: _Member, request: _Request) -> None:
+        """Give a request to this server."""
+        # its silence counts from here: a server without requests has no events
+        if not member.requests:
+            member.last_event_s = time.monotonic()
+            member.busy_since = time.time()
+        member.take(request)
+        request.num_kept = len(request.response.token_ids)
+        if not member.outbox:
+            # requests of the same turn of the loop are sent together
+            self._start(member, self._send(member))
+        member.outbox.append(request)
 
     async def _send(self, member: _Member) -> None:
         await asyncio.sleep(0)

@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypedDict, get_args
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
 from mindspeed_rl.rollout.protocol import Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
@@ -23,6 +23,9 @@ _COLLECT_S = 0.02
 _MAX_NEWS_BYTES, _EVENT_BYTES, _TOKEN_BYTES = 8 << 20, 200, 40
 #: longest time that a poll is kept open, whatever its client asks for
 _MAX_WAIT_S = 60.0
+
+#: parts of an engine that sleeps
+WakePart = Literal["weights", "cache"]
 
 #: reasons of the end of a response
 FINISHES: tuple[Finish, ...] = get_args(Finish)
@@ -85,8 +88,8 @@ class ServedEngine(Protocol):
     async def sleep(self) -> None:
         """Offload the weights."""
 
-    async def wake(self) -> None:
-        """Load the weights again."""
+    async def wake(self, part: WakePart | None = None) -> None:
+        """Load the weights, the cache or both again."""
 
 
 class Event(TypedDict, total=False):

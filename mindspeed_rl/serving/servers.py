@@ -98,6 +98,7 @@ class ServerProcesses:
 
         Raises:
             TimeoutError: they cannot be placed.
+            ValueError: the devices of a server are on several machines.
         """
         assert settings.folder is not None  # processes of a run have files
         self._settings, self._folder, self._tensor = settings, settings.folder, settings.generate.infer_tensor_parallel_size
@@ -127,6 +128,11 @@ class ServerProcesses:
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
         else:
             mine = self._slots[index * self._tensor : (index + 1) * self._tensor]
+            if len({node for node, _ in mine}) > 1:
+                raise ValueError(
+                    f"{name}: its {self._tensor} devices (infer_tensor_parallel_size, or judge_tensor_parallel_size) are on "
+                    "several machines; give each machine a multiple of them"
+                )
             strategy, devices = NodeAffinitySchedulingStrategy(mine[0][0], soft=False), [id for _, ids in mine for id in ids]
         shared = devices is not None
         remote = ray.remote(ServerProcess).options(

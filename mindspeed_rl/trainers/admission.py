@@ -105,3 +105,26 @@ class Admission:
                 return None
             taken += candidates[: max(0, missing)]
         return taken
+
+
+@dataclass(frozen=True)
+class QueueMarks:
+    """The numbers of ready prompts at which further engines start and end to generate; hysteresis is the distance of both.
+
+    Attributes:
+        low: they start below it.
+        high: they end when so many are ready.
+    """
+
+    low: float
+    high: float
+
+    def decide(self, *, is_awake: bool, num_ready: int, num_in_flight: int) -> bool:
+        """Return True where further engines are to generate for an iteration that waits.
+
+        Args:
+            is_awake: they generate now.
+            num_ready: prompts whose responses are complete and scored.
+            num_in_flight: these, and those with responses that are missing; when all are ready there is nothing to generate.
+        """
+        return num_ready < min(self.high if is_awake else self.low, num_in_flight)

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from mindspeed_rl.data.images import read_references
 from mindspeed_rl.data.prompts import PromptItem
@@ -23,7 +23,7 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.tools.tasks import start_task
-from mindspeed_rl.trainers.admission import Admission, InFlight
+from mindspeed_rl.trainers.admission import Admission, InFlight, QueueMarks
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 
 _Result = TypeVar("_Result")
@@ -89,6 +89,20 @@ class Requests:
         return metrics
 
 
+class ElasticEngines(Protocol):
+    """Further engines on devices that train."""
+
+    @property
+    def marks(self) -> QueueMarks:
+        """Numbers of ready prompts at which they start and end to generate."""
+
+    def wake(self) -> list[WorkerReport]:
+        """Let them generate with the others, with the same weights; the trainers are idle."""
+
+    def sleep(self) -> list[WorkerReport]:
+        """Give the trainers their devices; what they were generating continues on the others."""
+
+
 class StreamingSource:
     """Groups from an engine on dedicated devices; `Admission` decides which are started and taken.
 
@@ -109,6 +123,7 @@ class StreamingSource:
         timeout_s: float,
         keep_alive: Callable[[], None] = lambda: None,
         generating: Callable[[], Coroutine[object, object, list[Interval]]] | None = None,
+        elastic: ElasticEngines | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -118,6 +133,7 @@ class StreamingSource:
             timeout_s: longest wait for responses.
             keep_alive: called by the driver's thread during a wait: servers that were lost are started again.
             generating: returns when the engine had requests, since the last call; None where that is unknown.
+            elastic: engines on the trainers' devices, which generate while an iteration waits for its prompts.
         """
         self._engine, self._agents, self._runner = engine, agents, runner
         self._requests, self.admission = requests, admission
@@ -133,7 +149,7 @@ class StreamingSource:
         self._dropped_tokens = self._dropped = self._num_spare = 0
         self._timers = Timers()
         self._changed: asyncio.Event | None = None
-        self._generating = 0
+        self._generating, self._elastic = 0, elastic
 
     # ------------------------------------------------------------------ called by the driver's thread
 
@@ -143,9 +159,10 @@ class StreamingSource:
         Raises:
             TimeoutError: they are not ready in time; the message has what is being generated.
         """
-        purpose = f"iteration {iteration + 1}", f" for the responses to {count} prompts"
+        purpose, detail = f"iteration {iteration + 1}", f" for the responses to {count} prompts"
+        reports = [] if self._elastic is None else self._generate_elastic(self._elastic, iteration, count, purpose, detail)
         with self._timers("rollout"):
-            groups = self._wait(lambda: self._take(iteration, count), *purpose)
+            groups = self._wait(lambda: self._take(iteration, count), purpose, detail)
         metrics = Metrics()
         metrics.add_last("rollout/in_flight_prompts", len(self._groups))
         metrics.add_last("rollout/ready_prompts", len(self._ready))
@@ -156,7 +173,36 @@ class StreamingSource:
         metrics.merge(self._requests.report_spare(self._num_spare))
         self._num_spare = 0
         engines = [] if self._engine_times is None else self._runner.run(self._engine_times())
-        return groups, [WorkerReport(metrics, [*self._timers.drain(), *engines])]
+        return groups, [*reports, WorkerReport(metrics, [*self._timers.drain(), *engines])]
+
+    def _generate_elastic(
+        self, elastic: ElasticEngines, iteration: int, count: int, purpose: str, detail: str
+    ) -> list[WorkerReport]:
+        """Let the trainers' devices generate where an iteration waits and few prompts are ready, until enough are."""
+
+        def is_low(*, is_awake: bool) -> bool:
+            num_in_flight = len(self._list_in_flight())
+            return elastic.marks.decide(is_awake=is_awake, num_ready=len(self._ready), num_in_flight=num_in_flight)
+
+        async def starts() -> bool:
+            return self._choose(iteration, count) is None and is_low(is_awake=False)
+
+        async def ends() -> bool | None:
+            waits = self._choose(iteration, count) is None
+            # an iteration may wait for certain prompts while many others are ready
+            return None if is_low(is_awake=True) or (waits and len(self._ready) < len(self._groups)) else True
+
+        if not self._runner.run(starts()):
+            metrics = Metrics()
+            metrics.add_max("rollout/elastic_servers", 0)
+            return [WorkerReport(metrics)]
+        _LOG.info("%s: the trainers' devices generate; %s", purpose, self._describe_groups())
+        reports = elastic.wake()
+        with self._timers("rollout"):
+            self._wait(ends, purpose, detail)
+        reports += elastic.sleep()
+        _LOG.info("%s: the trainers' devices train; %s", purpose, self._describe_groups())
+        return reports
 
     def reject(self, count: int) -> None:
         """Start others for so many of the prompts taken, which do not train after all. Negative: they do."""
@@ -331,13 +377,16 @@ class StreamingSource:
             if self._changed is not None:
                 self._changed.set()
 
-    async def _take(self, iteration: int, count: int) -> list[PromptGroup] | None:
+    def _choose(self, iteration: int, count: int) -> list[int] | None:
+        """Return the groups that train next; None while some of these are not ready."""
         if self.admission.strategy == "drop":
             self._drop_overdue(iteration)
         if self._taken == 0 and len(self._ready) < self._num_warmup * self.admission.batch_prompts:
             return None
-        indexes = self.admission.choose(iteration, count, self._list_in_flight())
-        if indexes is None:
+        return self.admission.choose(iteration, count, self._list_in_flight())
+
+    async def _take(self, iteration: int, count: int) -> list[PromptGroup] | None:
+        if (indexes := self._choose(iteration, count)) is None:
             return None
         # makes no room for other prompts: those taken count as those in flight do
         self._taken += count

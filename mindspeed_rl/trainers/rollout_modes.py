@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from mindspeed_rl.dataplane.client import DataPlane
@@ -13,7 +14,7 @@ from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.admission import Admission, QueueMarks
 from mindspeed_rl.trainers.data_responses import MixedRollout
 from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.group_sources import PartialSource, Requests, StreamingSource
@@ -25,6 +26,30 @@ from mindspeed_rl.trainers.rollout import FilteredRollout, GroupFilter, Rollout,
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.responses import get_sampling_seed
 from mindspeed_rl.workers.reward_group import RewardGroup
+from mindspeed_rl.workers.server_rollout import ServerRollout
+
+
+@dataclass(frozen=True)
+class _TrainerDevices:
+    """The engines on the trainers' devices; see `ElasticEngines`."""
+
+    servers: ServerRollout
+    marks: QueueMarks
+
+    @classmethod
+    def choose(cls, run: Run, servers: ServerRollout) -> _TrainerDevices | None:
+        """Return them where the run file lets them generate."""
+        rl, prompts = run.rl, run.plan.num_train_prompts
+        marks = QueueMarks(rl.elastic_rollout_low * prompts, rl.elastic_rollout_high * prompts)
+        return cls(servers, marks) if rl.elastic_rollout else None
+
+    def wake(self) -> list[WorkerReport]:
+        """See `ElasticEngines`."""
+        return self.servers.wake_elastic()
+
+    def sleep(self) -> list[WorkerReport]:
+        """See `ElasticEngines`."""
+        return self.servers.sleep_elastic()
 
 
 def build_rollout(
@@ -88,6 +113,7 @@ def build_rollout(
             timeout_s=run.deadlines.rows_s,
             keep_alive=servers.keep_alive,
             generating=servers.generating,
+            elastic=_TrainerDevices.choose(run, servers),
         )
     elif rl.partial_rollout_max_split > 1:
         max_tokens = run.generate.sampling_config.max_tokens

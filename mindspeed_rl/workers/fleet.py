@@ -92,9 +92,11 @@ class Fleet:
     def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
         """Build all models and rollout engines; return {"iteration", "run_state"} of a resumed run, else nothing."""
         run, plane = self._run, self._plane
+        if run.rl.elastic_rollout and self.servers is not None:
+            # before the models: an engine starts on devices that are free
+            self.servers.start_elastic(self._locate_devices())
         if run.rl.served_judge is not None:
-            located = [process.locate_devices.remote() for process in self.actor.processes]
-            self.judge = JudgeServers(run, self.actor.env, self.actor.wait(Phases.SET_UP, located))
+            self.judge = JudgeServers(run, self.actor.env, self._locate_devices())
             if self.judge.shares_devices:
                 # before the models: an engine starts on devices that are free
                 self.judge.set_up()
@@ -117,6 +119,10 @@ class Fleet:
             if steps is not None:
                 steps.done("the judge answers")
         return resumed
+
+    def _locate_devices(self) -> list[tuple[str, list[str]]]:
+        """Return node and ids of the device of each of the actor's workers."""
+        return self.actor.wait(Phases.SET_UP, [process.locate_devices.remote() for process in self.actor.processes])
 
     def close(self) -> None:
         """Terminate all worker processes and the run's own servers."""

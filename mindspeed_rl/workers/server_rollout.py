@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import TypeVar
-
-import ray
-from ray.exceptions import RayActorError
 
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.data.media_limits import MediaLimits
@@ -20,26 +16,25 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
-from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phase, Phases
-from mindspeed_rl.runtime.futures import Pending, WorkerError, read_error, wait_all
+from mindspeed_rl.runtime.futures import Pending, WorkerError
 from mindspeed_rl.runtime.reports import WorkerReport, add_drafts, add_sync_bytes
+from mindspeed_rl.serving.elastic_servers import ElasticServers
 from mindspeed_rl.serving.server_process import ServerSettings
 from mindspeed_rl.serving.servers import RolloutServers
 from mindspeed_rl.tools.tasks import start_task
 from mindspeed_rl.workers.agents import LengthOrder, build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.remote_group import RemoteGroup
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics
+from mindspeed_rl.workers.weight_senders import WeightSenders
 
 _Result = TypeVar("_Result")
 
 #: finished responses are collected for this long before they are put together
 _COLLECT_S = 0.02
-#: hosts of servers that find a loopback address of the run
-_THIS_MACHINE = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"}
 #: longest wait for the end of the tools
 _CLOSE_S = 30.0
 #: interval of the checks for failures elsewhere while servers generate
@@ -80,7 +75,11 @@ class ServerRollout:
             limits=MediaLimits.from_keys(actor),
             exact_slices=run.config.exact_slices,
         )
+        self._settings = settings
         self.servers = RolloutServers(run, settings, trainers.env)
+        self._senders = WeightSenders(run, plane, trainers, "servers", self.servers.list_hosts)
+        self._elastic: ElasticServers | None = None
+        self._elastic_senders = WeightSenders(run, plane, trainers, "elastic servers", lambda names: set())
         self._timers = Timers(worker="rollout")
         self._version = -1
         # the data plane's client blocks; one thread puts rows while the servers continue
@@ -99,6 +98,9 @@ class ServerRollout:
         with contextlib.suppress(Exception):
             self.servers.loop.start(self.agents.close()).result(timeout=_CLOSE_S)
         self.servers.close()
+        if self._elastic is not None:
+            # after the loop, which would report them as lost
+            self._elastic.close()
         self._writer.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------ weights
@@ -132,43 +134,42 @@ class ServerRollout:
 
     def _sync_weights(self, version: int) -> tuple[list[WorkerReport], int]:
         """Return the reports of the trainers, and how many parameters of a server were proven to have arrived."""
-        leave = partial(self._trainers.call, Phases.LEAVE_SERVERS)
-        result = self.servers.weights.run(version, self._join, lambda: self._send(version), leave)
+        result = self._senders.sync(self.servers.weights, version)
         self._version = version
         return result
 
-    def _join(self, names: Sequence[str], invite: Callable[[Rendezvous], None]) -> None:
-        """Make a group of the trainers and the servers of these names."""
-        trainers, is_local = self._trainers, self._run.num_nodes == 1
-        hosts = self.servers.list_hosts(names)
-        # a server that another command has started may not see the run's files
-        address = [trainers.processes[0].address.remote(is_local and not hosts)]
-        ((host, port),) = wait_all(address, trainers.names[:1], Phases.JOIN_SERVERS.name, self._plane, trainers.monitor)
-        # the address of a run on one node is 127.0.0.1, at which servers elsewhere do not find it
-        if is_local and hosts - _THIS_MACHINE:
-            host = ray.util.get_node_ip_address()
-        rendezvous = self.servers.weights.make_rendezvous(host, port, names)
-        # a join ends when all members are there: it starts before servers are invited, and is awaited after that
-        joined = trainers.start(Phases.JOIN_SERVERS, rendezvous)
-        invite(rendezvous)
-        joined.wait()
+    # ------------------------------------------------------------------ the trainers' devices
 
-    def _send(self, version: int) -> tuple[list[WorkerReport], Exception | None]:
-        """Return the reports and None, or no reports and the error that broke the group."""
-        trainers, errors = self._trainers, []
-        futures = [process.call.remote(Phases.SEND_WEIGHTS.name, version) for process in trainers.processes]
-        for future, name in zip(futures, trainers.names):
-            # each is awaited by itself: when the group breaks all of them fail, and none of them is the cause
-            waiting = trainers.monitor.start(Phases.SEND_WEIGHTS.name, [name])
-            while not ray.wait([future], timeout=1.0)[0]:
-                waiting.check([name])
-            waiting.finish()
-            if (error := read_error(future)) is not None:
-                errors.append(error)
-        # a dead trainer ends the run; a group that broke around living ones can be made again without a server
-        if not errors or any(isinstance(error, RayActorError) for error in errors):
-            return trainers.wait(Phases.SEND_WEIGHTS, futures), None
-        return [], errors[0]
+    def start_elastic(self, slots: Sequence[tuple[str, list[str]]]) -> None:
+        """Start servers on the trainers' devices, which are still free.
+
+        Args:
+            slots: node and ids of the device of each trainer.
+        """
+        self._elastic = ElasticServers.start(self._run, self._settings, self._trainers.env, slots, self.servers)
+        self._elastic.set_up()
+
+    def wake_elastic(self) -> list[WorkerReport]:
+        """Let the trainers' devices generate with the weights that the other servers have; the trainers are idle."""
+        assert self._elastic is not None
+        reports: list[WorkerReport] = []
+        with self._timers("elastic_wake"):
+            # a save, or an iteration without a weight sync, leaves it there
+            self._trainers.call(Phases.RELEASE_DEVICES)
+            num_servers, num_moved = self._elastic.wake(
+                lambda weights: reports.extend(self._elastic_senders.sync(weights, self._version)[0])
+            )
+        metrics = Metrics()
+        metrics.add_max("rollout/elastic_servers", num_servers)
+        metrics.add_sum("rollout/moved_requests", num_moved)
+        return [*reports, WorkerReport(metrics, self._timers.drain())]
+
+    def sleep_elastic(self) -> list[WorkerReport]:
+        """Give the trainers their devices."""
+        assert self._elastic is not None
+        with self._timers("elastic_sleep"):
+            self._elastic.sleep()
+        return [WorkerReport(intervals=self._timers.drain())]
 
     # ------------------------------------------------------------------ responses
 

@@ -241,43 +241,48 @@ class TrainerWorker(ActorPhases):
         """Join the training world and build all roles."""
         super().__init__(run, rank)
         self._build(plane)
-        self._group: WeightSyncGroup | None = None
-        self._push: WeightPush | None = None
+        # with each kind of servers; the plan of a sync is of the members of a group
+        self._groups: dict[str, WeightSyncGroup] = {}
+        self._pushes: dict[str, WeightPush] = {}
         self.actor.restore_random()
 
-    def join_servers(self, rendezvous: Rendezvous) -> None:
-        """Become a member of a new group with the servers' workers; leaves the previous group."""
-        self.leave_servers()
-        self._group = WeightSyncGroup(rendezvous, dist.get_rank())
+    def join_servers(self, rendezvous: Rendezvous, group: str) -> None:
+        """Become a member of a new group with the servers' workers; leaves the previous one of this name."""
+        self.leave_servers(group)
+        self._groups[group] = WeightSyncGroup(rendezvous, dist.get_rank())
 
-    def leave_servers(self) -> None:
+    def leave_servers(self, group: str) -> None:
         """Leave the group with the servers' workers."""
-        # the plan too: it is of the members of this group
-        group, self._group, self._push = self._group, None, None
-        if group is not None:
-            group.close()
+        self._pushes.pop(group, None)
+        if (left := self._groups.pop(group, None)) is not None:
+            left.close()
 
-    def send_weights(self, version: int) -> WorkerReport:
+    def release_devices(self) -> None:
+        """Offload the training state, as far as the run file says: an engine on this device wakes up."""
+        self.offload_all()
+
+    def send_weights(self, version: int, group: str) -> WorkerReport:
         """Send the actor's weights to the servers of the group, with the sums that prove their arrival.
 
         Raises:
             Exception: the group broke; torch's own words. It is left then, so that no member waits for this rank.
         """
         generate, metrics = self.run.generate, Metrics()
-        assert self._group is not None, "join_servers comes before send_weights"
+        assert group in self._groups, "join_servers comes before send_weights"
         with self.phase(Phases.SEND_WEIGHTS, metrics, self.actor):
             self.actor.offloader.onload(params=True)
             try:
-                if self._push is None:
+                if group not in self._pushes:
                     stream, is_whole = self.actor.stream, generate.quantization is None
                     # each server takes the prediction layers where they make its drafts
                     trained = stream.with_predictions if is_whole else quantize_side(stream.trained)
                     trained = replace(trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
-                    self._push = self._group.build_trainer_push(trained, delta=generate.update_weight_mode == "delta")
-                self._push.write(None)
-                self._push.compare(None)
+                    is_delta = generate.update_weight_mode == "delta"
+                    self._pushes[group] = self._groups[group].build_trainer_push(trained, delta=is_delta)
+                self._pushes[group].write(None)
+                self._pushes[group].compare(None)
             except Exception:
-                self.leave_servers()
+                self.leave_servers(group)
                 raise
             finally:
                 self.offload_all()

@@ -51,6 +51,25 @@ def test_trainer_and_engines_that_share_experts_agree_push_after_push(
     assert min(record["actor/grad_norm"] for record in command.metrics) > 0.0  # each push brought other weights
 
 
+@pytest.mark.slow
+def test_a_server_that_spreads_experts_over_its_devices_agrees_with_the_trainer(
+    tasks: Callable[[str], Path], tmp_path: Path
+) -> None:
+    layout = [
+        "rl_config.actor_resource.num_npus=1",
+        "rl_config.use_integrated_worker=false",
+        "rl_config.rollout_resource.num_npus=2",
+        "generate_config.infer_tensor_parallel_size=2",
+        "+model.tiny_qwen25.num_experts=4",
+    ]
+    command = finished(tasks("qwen3-moe"), tmp_path / "run", *SHARED, *layout)
+    assert [record["rollout/weight_version"] for record in command.metrics] == [1, 2, 3]
+    for record in command.metrics:
+        assert record["rollout/log_probs_diff_max"] < 1e-4 and record["actor/grad_norm"] > 0.0
+        # each of the two holds half of the experts, and needs no other
+        assert record["rollout/push_received_gib"] == record["rollout/push_needed_gib"] > 0.0
+
+
 def test_experts_that_do_not_divide_are_named_before_ray_starts(tasks: Callable[[str], Path], tmp_path: Path) -> None:
     changes = ["rl_config.actor_resource.num_npus=8", "generate_config.infer_expert_parallel_size=8"]
     with running(tasks("qwen3-moe"), tmp_path / "run", *SHARED[1:], *changes) as command:

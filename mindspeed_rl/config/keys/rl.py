@@ -36,6 +36,7 @@ _RECORDED = ("old_log_probs", ("rollout",))
 _MISMATCH = ("rollout_importance_sampling_mode", tuple(CORRECTIONS))
 _SYNC_REF = ("sync_ref_model", (True,))
 _ASYNC = ("trainer_mode", ("async",))
+_ELASTIC = ("elastic_rollout", (True,))
 _WANDB = ("use_wandb", (True,))
 _SWANLAB = ("use_swanlab", (True,))
 _MLFLOW = ("use_mlflow", (True,))
@@ -306,6 +307,15 @@ class _ModeKeys:
     off_policy_token_limit: float | None = key(None,
         "tokens from weights that are older by more versions than this do not train; off when unset",
         "权重版本落后超过此值的 token 不参与训练；不设为关闭", range=Range.ITERATIONS_FROM_0, on_resume="exact")
+    elastic_rollout: bool = key(False,
+        "the actor's devices generate too while an iteration waits for responses; their training state is offloaded as the "
+        "offload_train_ keys say", "迭代等待回答时，actor 的设备也参与生成；其训练状态按 offload_train_ 各键卸载",
+        needs=_ASYNC, on_resume="exact")
+    elastic_rollout_low: float = key(0.5, "they start while fewer prompts are ready than this part of an iteration's",
+        "已就绪的 prompt 少于一次迭代的这一比例时开始", range=Bounds(0, 1, excludes_low=True, default=0.5), needs=_ELASTIC,
+        on_resume="exact")
+    elastic_rollout_high: float = key(1.0, "they train again when so many iterations' prompts are ready",
+        "已就绪的 prompt 达到这么多次迭代的量时回去训练", range=Bounds(1, 1e6), needs=_ELASTIC, on_resume="exact")
     async_generate: bool | None = key(None, "true is trainer_mode one_step_off, the name in ms-swift",
         "true 即 trainer_mode one_step_off，ms-swift 的说法", on_resume="in_flight")
 

@@ -398,6 +398,12 @@ def _list_rollout_phases(
     # engines on dedicated devices hold no training state
     training = _describe_training_state(cfg.generate_config) if generators == shared else ""
     yield "generate", generators, f"{engines}{_describe_spread(run)}{training}"
+    if rl.elastic_rollout:
+        prompts, count = sizes.train_samples / sizes.group_size, round_number(sizes.actor.num_npus / sizes.rollout.tensor)
+        low, high = (round_number(mark * prompts) for mark in (rl.elastic_rollout_low, rl.elastic_rollout_high))
+        until = f"while an iteration waits with fewer than {low} prompts ready, until {high} are"
+        state = _describe_training_state(cfg.generate_config)
+        yield "generate_elastic", shared, f"{count} more rollout engine(s) TP{sizes.rollout.tensor}, {until}{state}"
     scorers = [", ".join(rl.verifier_function)] if rl.rule_reward else []
     scorers += [] if rl.judge_url is None else [_describe_judges(rl)]
     if scorers:

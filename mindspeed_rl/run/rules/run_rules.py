@@ -318,6 +318,8 @@ def _rollout_modes(run: Run) -> Iterator[Broken]:
     yield from _overlapping_modes(run)
     if rl.trainer_mode == "async":
         yield from _asynchronous(run)
+    if rl.elastic_rollout:
+        yield from _elastic(run)
 
 
 def _second_groups(run: Run) -> Iterator[Broken]:
@@ -392,6 +394,51 @@ def _asynchronous(run: Run) -> Iterator[Broken]:
                 {f"actor_config.{name}": -(-every // step) * step},
                 {"parameter_sync_step": 1},
             )
+
+
+def _elastic(run: Run) -> Iterator[Broken]:
+    """Check servers on the actor's devices, which generate while an iteration waits."""
+    rl, key, tensor = run.rl, "elastic_rollout", run.generate.infer_tensor_parallel_size
+    if rl.trainer_mode != "async":
+        reason = {
+            "sync": "the actor's devices generate all responses where rollout_resource is left out",
+            "one_step_off": "a run repeats exactly, and how long these devices generate depends on the time",
+        }
+        yield violate(
+            "elastic_mode",
+            f"[{key}:name] needs [trainer_mode:name] async; in {rl.trainer_mode} {reason[rl.trainer_mode]}",
+            {key: False, "trainer_mode": "async"},
+        )
+        return
+    devices = run.placement.world_size or 0
+    if tensor >= 1 and devices % tensor:
+        yield violate(
+            "elastic_devices",
+            f"[rl_config.actor_resource.num_npus] must be divisible by [infer_tensor_parallel_size] with "
+            f"[{key}:name]: a server on the actor's devices has that many of them",
+            {key: False},
+        )
+    ahead = rl.max_off_policy_threshold + (2 if rl.max_off_policy_strategy == "drop" else 1)
+    if rl.elastic_rollout_high > ahead:
+        yield violate(
+            "elastic_high",
+            f"[elastic_rollout_high] may be at most {ahead:g}: [max_off_policy_threshold] lets so many iterations' prompts be "
+            "started and not trained",
+            {"elastic_rollout_high": ahead},
+        )
+    roles = {"actor_config": run.config.actor_config, "critic_config": run.config.critic_config}
+    for group in [group for group, role in roles.items() if role is not None and role.async_save]:
+        yield violate(
+            "elastic_async_save",
+            f"[{key}:name] and [{group}.async_save:name] exclude each other: a save in the background reads the training state "
+            "that leaves the devices",
+            {key: False, f"{group}.async_save": False},
+        )
+    if "judge" in run.placement.layouts and not run.placement.layouts["judge"].dedicated:
+        text = (
+            f"[{key}:name] needs [judge_resource:name]: the judge has an engine on the actor's devices, and both would be there"
+        )
+        yield violate("elastic_judge", text, {key: False})
 
 
 def _profiler(run: Run) -> Iterator[Broken]:

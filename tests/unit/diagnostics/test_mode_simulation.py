@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.diagnostics.mode_simulation import (
+    Elastic,
     Mode,
     Moving,
     PhaseTimes,
+    build_elastic_table,
     build_moving_table,
     build_partial_table,
     build_table,
@@ -18,7 +20,7 @@ from mindspeed_rl.diagnostics.mode_simulation import (
     simulate,
     simulate_partial,
 )
-from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.admission import Admission, QueueMarks
 
 ROOT = Path(__file__).parents[3]
 
@@ -111,6 +113,24 @@ def test_the_documented_table_is_the_computed_one(page: str, computed: str) -> N
     rows = [line for line in computed.splitlines() if line]
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [row for row in rows if row not in text] == []
+
+
+def test_trainers_that_wait_generate_with_all_devices_after_the_wake_up() -> None:
+    # a length of all 8 responses takes 10 s on all devices, half of it for the fixed part: 5 + 5 / 0.25 = 25 s on a quarter
+    times, split = dataclasses.replace(EQUAL, train_s=3.0), Mode(Admission("pace", 0, 4), True, 0.25)
+    assert seconds(times, split) == pytest.approx(25 + 3 / 0.75 + 1)
+    # in 2.5 s a tenth is generated, then the others in 10 s a length
+    elastic = dataclasses.replace(split, elastic=Elastic(QueueMarks(2, 4), 2.5))
+    outcome = simulate(times, elastic)
+    assert outcome.iteration_s == pytest.approx(2.5 + 0.9 * 10 + 3 / 0.75 + 1) and outcome.helped == 1.0
+    # with none below the mark nothing changes
+    assert seconds(times, dataclasses.replace(split, elastic=Elastic(QueueMarks(0, 4), 2.5))) == seconds(times, split)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["docs/mode_figures.md", "docs/zh/mode_figures.md"])
+def test_the_documented_table_of_elastic_rollouts_is_the_computed_one(page: str) -> None:
+    assert build_elastic_table() in (ROOT / page).read_text()
 
 
 @pytest.mark.slow

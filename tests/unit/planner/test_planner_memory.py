@@ -347,6 +347,29 @@ def test_engines_on_dedicated_devices_leave_the_trainers_theirs() -> None:
     assert {"KV cache", "rollout weights"} <= set(engines.phases[0].owners)
 
 
+def test_elastic_servers_take_turns_with_training_on_the_trainers_devices() -> None:
+    apart: dict[str, Any] = {
+        "rl_config__use_integrated_worker": False,
+        "rl_config__rollout_resource": {"num_npus": 16},
+        "rl_config__trainer_mode": "async",
+    }
+    shared, plain = planned("dapo_qwen3_32b_A3"), planned("dapo_qwen3_32b_A3", **apart)
+    plan = planned("dapo_qwen3_32b_A3", **apart, rl_config__elastic_rollout=True)
+    for trainer, alone, colocated in zip(plan.groups[:-1], plain.groups[:-1], shared.groups, strict=True):
+        phases, before, engines = (
+            {phase.name: phase.owners for phase in group.phases} for group in (trainer, alone, colocated)
+        )
+        # an engine of the same size as in the workers is there while it generates and takes weights, and in no other phase
+        for name in ("generate", "update_weights"):
+            for owner in ("rollout weights", "KV cache"):
+                assert phases[name][owner] == engines[name][owner] and owner not in before[name]
+        # its process is there in all of them
+        assert phases["update"] == before["update"] | {"elastic process": before["update"]["runtime"]}
+    # the weights of an engine that sleeps are in host memory
+    assert plan.host is not None and plain.host is not None
+    assert plan.host.total - plain.host.total == plan.host.devices * engines["generate"]["rollout weights"]
+
+
 def test_a_critic_on_dedicated_devices_is_reported_by_owner() -> None:
     dedicated = {"rl_config__use_integrated_worker": False, "rl_config__critic_resource": {"num_npus": 8}}
     plan = planned("ppo_qwen25_32b_A3", **dedicated)

@@ -36,6 +36,8 @@ DYNAMIC_CONTEXT = {"context_parallel_size": 2, "dynamic_context_parallel": True}
 ROLES = {"multi_turn_enable": True, "agent_loop": "roles", "environment": "games:Duel"}
 #: names of a batch plan's numbers in its rules
 SIZE_NAMES = ("group_size",)
+APART = {"actor": 2, "rollout": 4}
+ELASTIC = {"elastic_rollout": True, "trainer_mode": "async"}
 KEPT = {"partial_rollout_max_split": 4, "guarantee_order": False, "spare_samples_per_prompt": 1, "keep_spare_samples": True}
 
 # One broken rule each: changes to the sound run, the rule, and words the sentence must have (keys and values).
@@ -478,6 +480,29 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         },
         "second_group_order",
         ["max_off_policy_strategy wait", "keep_spare_samples"],
+    ),
+    ({R: {"elastic_rollout": True}}, "elastic_mode", ["needs rl_config.trainer_mode async", "in sync"]),
+    ({R: {"elastic_rollout": True, "trainer_mode": "one_step_off"}}, "elastic_mode", ["in one_step_off", "repeats exactly"]),
+    ({R: ELASTIC | {"elastic_rollout_high": 2.5}}, "elastic_high", ["elastic_rollout_high (2.5) may be at most 2:"]),
+    (
+        {R: ELASTIC | {"elastic_rollout_high": 3.5, "max_off_policy_strategy": "drop"}},
+        "elastic_high",
+        ["elastic_rollout_high (3.5) may be at most 3:", "max_off_policy_threshold (1)"],
+    ),
+    (
+        {R: ELASTIC, M: {"async_save": True, "save": "out", "ckpt_format": "torch_dist"}},
+        "elastic_async_save",
+        ["elastic_rollout and", "async_save exclude each other"],
+    ),
+    ({R: ELASTIC | {"judge_model": "judge"}}, "elastic_judge", ["elastic_rollout needs rl_config.judge_resource"]),
+    (
+        {
+            R: ELASTIC | {"use_integrated_worker": False} | {f"{n}_resource": {"num_npus": c} for n, c in APART.items()},
+            M: {"pipeline_model_parallel_size": 1},
+            G: {"infer_tensor_parallel_size": 4},
+        },
+        "elastic_devices",
+        ["actor_resource.num_npus (2)", "infer_tensor_parallel_size (4)"],
     ),
     ({R: EXACT, M: {"context_parallel_size": 2}}, *EXACT, ["context_parallel_size (2)"]),
     ({R: EXACT, G: {D: SUFFIX}}, *EXACT, [D, "several tokens"]),

@@ -124,6 +124,51 @@ def test_servers_that_join_and_leave_under_load_lose_and_double_no_token() -> No
     in_pool(body, num_servers=1)
 
 
+def test_requests_move_to_a_server_that_joins_until_both_have_as_many_tokens_left() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = [asyncio.create_task(pool.generate((number, 7), FOUR, number)) for number in range(30)]
+        first, second = servers[0], ScriptedServer("server 1")
+        await until(lambda: len(first.engine.seen) == 30)
+        first.engine.release(10)  # a token for each of ten requests
+        working = pool._members["server 0"].requests.values()
+        await until(lambda: sum(len(request.response.token_ids) for request in working) == 10)
+        await pool.add(second)
+        # 110 tokens are left: a request of 4 moves while 4 n + 4 < 110 - 4 n, so 14 of them
+        assert pool.rebalance() == 14
+        check_loads(pool)
+        assert {member.server.name: member.load for member in pool._members.values()} == {"server 0": 54, "server 1": 56}
+        await until(lambda: len(second.engine.seen) == 14 and len(first.engine.running) == 16)
+        assert all(kept == 0 for _, kept in second.engine.seen)  # those with tokens stayed
+        assert pool.rebalance() == 0
+        for server in (first, second):
+            server.engine.release(120)  # an aborted request may take one with it
+        assert await asyncio.gather(*asked) == [whole((number, 7), number) for number in range(30)]
+        assert pool.lost == []
+
+    in_pool(body, num_servers=1)
+
+
+def test_a_server_is_withdrawn_any_number_of_times_and_no_request_is_given_up_for_it() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = [asyncio.create_task(pool.generate((number, 7), FOUR, number)) for number in range(6)]
+        for turn in range(4):
+            await until(lambda: sum(len(server.engine.running) for server in servers) == 6)
+            server = servers[turn % 2]
+            had = len(pool._members[server.name].requests)
+            assert await pool.withdraw(server.name) is server
+            check_loads(pool)
+            assert had and not server.engine.running and len(pool._members[servers[1 - turn % 2].name].requests) == 6
+            await pool.add(server)
+            pool.rebalance()
+        assert await pool.withdraw("another") is None
+        for server in servers:
+            server.engine.release(100)
+        assert await asyncio.gather(*asked) == [whole((number, 7), number) for number in range(6)]
+        assert pool.lost == []
+
+    in_pool(body, max_moves=0)
+
+
 def test_a_server_that_does_not_answer_is_taken_out_within_its_deadline_and_named() -> None:
     async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
         servers[0].silent.set()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rl.trainers.admission import Admission, InFlight
+from mindspeed_rl.trainers.admission import Admission, InFlight, QueueMarks
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,25 @@ def test_fractions_and_iterations_between_two_pushes_count_in_whole_versions() -
     prompts = flight((0, 0, True), (1, 1, False))
     assert admission.find_overdue(3, prompts) == []
     assert admission.find_overdue(4, prompts) == [0]
+
+
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        # of 16 prompts in flight; awake from below 4 until 8
+        ([(0, 16), (3, 16), (4, 16), (7, 16), (8, 16), (7, 16), (4, 16), (3, 16)], "awake awake awake awake - - - awake"),
+        # a level that swings between the marks changes nothing
+        ([(5, 16), (7, 16), (4, 16), (6, 16)], "- - - -"),
+        ([(2, 16), (5, 16), (7, 16), (4, 16)], "awake awake awake awake"),
+        # all that may be started is ready: there is nothing to generate, below either mark
+        ([(2, 16), (6, 6), (3, 3), (3, 4), (4, 4), (0, 0)], "awake - - awake - -"),
+    ],
+)
+def test_further_engines_generate_from_below_the_low_mark_until_the_high_one(
+    levels: list[tuple[int, int]], expected: str
+) -> None:
+    marks, is_awake, states = QueueMarks(4, 8), False, list[str]()
+    for num_ready, num_in_flight in levels:
+        is_awake = marks.decide(is_awake=is_awake, num_ready=num_ready, num_in_flight=num_in_flight)
+        states.append("awake" if is_awake else "-")
+    assert " ".join(states) == expected

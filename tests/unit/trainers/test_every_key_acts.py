@@ -172,7 +172,8 @@ ELSEWHERE: dict[str, str] = {
     "workers/engines.py": "engine",
     "workers/server_rollout.py": "longest_first",
     "trainers/rollout_modes.py": "over_sample_rate spare_samples_per_prompt blocking trainer_mode num_warmup_batches "
-    "partial_rollout partial_rollout_max_split keep_spare_samples",
+    "partial_rollout partial_rollout_max_split keep_spare_samples elastic_rollout elastic_rollout_low "
+    "elastic_rollout_high",
     "run/models.py": "refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
     "planner/promise.py": "device_hour_price",
