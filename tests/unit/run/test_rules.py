@@ -424,6 +424,21 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         ["additional_config.enable_fused_mc2", "NZ layout", "remove it"],
     ),
     (
+        {G: {"additional_config": {"enable_reduce_sample": True}}},
+        "own_engine_setting",
+        ["additional_config.enable_reduce_sample", "part of the vocabulary", "remove it"],
+    ),
+    (
+        {G: {"additional_config": {"enable_async_exponential": True}}},
+        "own_engine_setting",
+        ["additional_config.enable_async_exponential", "follow from its seed", "remove it"],
+    ),
+    (
+        {G: {"additional_config": {"rejection_sampler_config": {"enable_entropy_verify": True}}}},
+        "own_engine_setting",
+        ["additional_config.rejection_sampler_config", "policy that is sampled", "remove it"],
+    ),
+    (
         {"platform": "npu", G: {"limit_mm_video_per_prompt": 1}},
         "npu_videos",
         ["limit_mm_video_per_prompt 1", "npu"],
