@@ -28,6 +28,12 @@ def test_the_base_run_is_sound() -> None:
     assert validate(prompt_level()) == []
 
 
+def test_an_engine_that_swaps_by_itself_needs_nothing_of_mindspeeds_optimizer() -> None:
+    keys = {"engine": "fsdp", "swap_optimizer": True, "use_distributed_optimizer": False, "tensor_model_parallel_size": 1}
+    run = prompt_level(platform="npu", megatron_training=keys, rl_config={"use_prefix_grouper": False})
+    assert "mindspeed_optimizer" not in rules_of(run)
+
+
 M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_config"
 D, SUFFIX = "speculative_config", {"method": "suffix"}
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
