@@ -62,6 +62,11 @@ ROWS = (
     ("Switches together (recomputation, overlap, exchange of experts, Muon, routers, checkpoints): numbers of the plain run or "
      "of the CPU, after a checkpoint too", "多个开关一起打开（重计算、通信重叠、专家交换、Muon、路由、检查点）："
      "数值与不开时或 CPU 一致，续训后亦然", ("test_switches.",)),
+    ("transformers' modules under FSDP2 with experts, and rows on as many context-parallel ranks as they need: numbers of one "
+     "process on the CPU, fp32, after a checkpoint too",
+     "FSDP2 下的 transformers 模块（含专家），以及每条序列按需占用上下文并行 rank："
+     "数值与 CPU 单进程一致，fp32，续训后亦然",
+     ("test_layouts.",)),
     ("MindSpeed bf16: EP2", "MindSpeed bf16：EP2", ("test_mindspeed.test_expert_parallelism",)),
     ("Multi-token-prediction layers (DeepSeek-V3, Qwen3.5) train as on the CPU, fp32; TP2, PP2, CP2; kernels counted",
      "MTP 层（DeepSeek-V3、Qwen3.5）训练与 CPU 一致，fp32；TP2、PP2、CP2；算子计数",
@@ -111,6 +116,11 @@ ROWS = (
      "一次 GRPO 中同时使用权重滑动平均、审计、多个评测集与记录的对数概率，可续训；两个角色的游戏",
      ("test_newer_features.test_the_exported", "test_newer_features.test_it", "test_newer_features.test_responses",
       "test_newer_features.test_a_model")),
+    ("GRPO on servers (asynchronous, one step off, a dedicated reference, recorded log-probs), with partial responses, and "
+     "with FSDP2 and responses of a form: by the formulas, and resumed as if not stopped",
+     "使用推理服务的 GRPO（异步、one_step_off、参考模型专用设备、记录的对数概率），分段回答，"
+     "以及 FSDP2 与限定格式的回答：符合公式，续训如同未中断",
+     ("test_modes.",)),
     ("Rollout by transformers' module, fp32: tokens of the CPU; a run trains",
      "用 transformers 的模块做 rollout，fp32：token 与 CPU 相同，可用于训练",
      ("test_newer_features.test_the_module", "test_newer_features.test_a_rollout")),

@@ -80,12 +80,16 @@ def average_keys(task: Path) -> list[str]:
 #: where the state of the optimizer is: MindSpeed's swap with a streamed reference, or a share of it with the host's AdamW, a
 #: reference that follows the actor, and passes of few tokens
 STATES = {
-    "swapped": (*layout(1, swap_optimizer=True, stream_ref_weights=True), "+megatron_training.eval_temperature=1.0"),
+    "swapped": (
+        *layout(1, swap_optimizer=True, stream_ref_weights=True),
+        "+megatron_training.eval_temperature=1.0",
+    ),
     "offloaded by a fraction": (
         *layout(2, tensor=2, optimizer_offload_fraction=0.5),
         "+rl_config.eval_greedy=false",
         "+generate_config.sampling_config.presence_penalty=0.1",
         "+generate_config.sampling_config.frequency_penalty=0.1",
+        "+generate_config.sampling_config.repetition_penalty=1.1",
         "+rl_config.old_log_probs_fallback=trainer",
         "rl_config.log_probs_diff_limit=auto",
         "+rl_config.sync_ref_model=true",

@@ -250,3 +250,48 @@ def test_an_a3_that_exchanges_by_all_gather_samples_the_tokens_of_a_single_proce
     for numbers, report in zip(layout["prompts"], run_ranks("rollout", 2, EXPERTS | layout | keys), strict=True):
         assert report["tokens"] == [all_experts["tokens"][number] for number in numbers]
         assert report["worst"] < 1e-4 and report["equal"] == [True]
+
+
+#: the end token is the first response's third token
+SAMPLING = [{"repetition_penalty": 1.0}, {"repetition_penalty": 1.5, "ignore_eos": True}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["Ascend910_9391", "Ascend950DT_9582"])
+def test_an_a3_and_a_950_sample_the_tokens_of_transformers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", device)
+    (report,) = run_ranks("rollout", 1, {"dtype": "float32", "rounds": 1, "sampling": SAMPLING})
+    assert report["worst"] < 1e-4 and report["worst_cut"] < 1e-4 and all(report["same_greedy"])
+    assert report["equal"] == [True] and report["other_weights_differ"]
+    (ended, is_plain), (lengths, is_penalized) = report["limited"]
+    assert is_plain and is_penalized and ended[0] <= 3 and set(lengths) == {8}
+    written = {"npu::npu_scatter_pa_kv_cache", "atb::_npu_reshape_and_cache"} & report["calls"].keys()
+    assert written == {"npu::npu_scatter_pa_kv_cache" if "950" in device else "atb::_npu_reshape_and_cache"}
+
+
+#: operators of experts that a 950 has in place of vllm-ascend's own
+OF_950 = ("npu::npu_moe_init_routing_v2", "npu::npu_moe_gating_top_k")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["allgather", "auto"])
+def test_experts_on_two_devices_of_a_950_sample_the_tokens_of_transformers(
+    exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", "Ascend950DT_9582")
+    layout = {"sharing": 2, "prompts": [[0, 1, 2], [3]], "rounds": 1}
+    keys = {"generate": {"infer_moe_token_dispatcher_type": exchange}}
+    for report in run_ranks("rollout", 2, EXPERTS | layout | keys):
+        assert report["worst"] < 1e-4 and all(report["same_greedy"])
+        assert report["equal"] == [True] and report["other_weights_differ"]
+        assert (report["calls"].get("npu::npu_moe_distribute_dispatch_v2", 0) > 0) == (exchange == "auto")
+        assert report["calls"][OF_950[1]] > 0
+
+
+@pytest.mark.slow
+def test_latent_prompts_of_a_950_have_the_log_probs_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", "Ascend950DT_9582")
+    keys = {"enable_prefix_caching": True, "max_num_batched_tokens": 8}  # a prompt has 20
+    (report,) = run_ranks("rollout", 1, LATENT | {"rounds": 1, "generate": keys})
+    assert report["worst"] < 1e-4 and all(report["same_greedy"]) and report["equal"] == [True]
+    assert report["calls"]["npu::npu_gather_pa_kv_cache"] == report["calls"]["npu::npu_attention_update"] > 0

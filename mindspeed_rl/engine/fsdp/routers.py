@@ -1,7 +1,9 @@
 """Balance of the experts in transformers' modules: the losses of routers, and the bias that moves, as on Megatron's engine.
 
-The formulas are those of `engine/router_losses.py`. A router of transformers returns (logits, weights of the chosen experts,
-chosen experts); its losses are attached to the weights, and the engine divides their gradient by the count with all others.
+The formulas are those of `engine/router_losses.py`. A router of transformers returns logits, weights of the chosen experts and
+chosen experts; its losses are attached to the weights, and the engine divides their gradient by the count with all others. In
+earlier releases, such as the 5.10 of the NPU line, some (Ernie 4.5) return the last two the other way round, and some
+(DeepSeek-V3, GLM) only logits: these have the losses on the logits, and the chosen experts are what the layer passes on.
 """
 
 from __future__ import annotations
@@ -64,8 +66,11 @@ class ExpertBalance:
         self._tokens: RoutedTokens | None = None
         self._rows = 0
         self._counted: set[int | None] = set()
-        for layer, router in find_routers(model).items():
+        for layer, parameter in _list_weights(model).items():
+            router, block = _find_router(model, parameter)
             router.register_forward_hook(functools.partial(self._balance, layer))
+            if layer in self._counts:
+                _find_experts(block).register_forward_pre_hook(functools.partial(self._read_chosen, layer))
 
     @classmethod
     def build(cls, config: MegatronConfig, model: ShardedModel) -> ExpertBalance | None:
@@ -110,25 +115,33 @@ class ExpertBalance:
                 rows.add_(moved.to(rows.dtype).view_as(rows))
 
     def _balance(
-        self, layer: int | None, router: nn.Module, inputs: object, output: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        self, layer: int | None, router: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...] | None:
         """Return the output of a router with its losses attached."""
         tokens = self._tokens
         if tokens is None:
             return None
-        logits, weights, chosen = output
-        if layer in self._counts and layer not in self._counted:
-            self._counted.add(layer)
-            self._count(layer, order_by_position(chosen, self._rows), tokens)
+        parts = list(output) if isinstance(output, tuple) else [output]
+        self._read_chosen(layer, router, parts)
         if not (self._balancing.coeff or self._balancing.z_coeff):
             return None
-        flat = order_by_position(logits, self._rows)
+        flat = order_by_position(parts[0], self._rows)
         if tokens.positions is not None:
             flat = flat.index_select(0, tokens.positions)
         loss = compute_router_loss(
             flat, tokens, self._balancing, score_function=self._score_function, topk=self._topk, group=self._group
         )
-        return logits, _AttachedLoss.apply(weights, loss), chosen
+        target = max(index for index, part in enumerate(parts) if part.is_floating_point())
+        parts[target] = cast(Tensor, _AttachedLoss.apply(parts[target], loss))
+        return tuple(parts) if isinstance(output, tuple) else parts[0]
+
+    def _read_chosen(self, layer: int | None, module: nn.Module, values: Sequence[object]) -> None:
+        """Count the chosen experts among the outputs of a router or the inputs of its experts, once in a pass."""
+        tokens = self._tokens
+        chosen = next((value for value in values if isinstance(value, Tensor) and not value.is_floating_point()), None)
+        if tokens is not None and chosen is not None and layer in self._counts and layer not in self._counted:
+            self._counted.add(layer)
+            self._count(layer, order_by_position(chosen, self._rows), tokens)
 
     @torch.no_grad()
     def _count(self, layer: int | None, chosen: Tensor, tokens: RoutedTokens) -> None:
@@ -149,13 +162,33 @@ def order_by_row(values: Tensor, rows: int) -> Tensor:
 
 def find_routers(model: ShardedModel) -> dict[int | None, nn.Module]:
     """Return the routers of a model by layer, in order."""
+    return {layer: _find_router(model, parameter)[0] for layer, parameter in _list_weights(model).items()}
+
+
+def _list_weights(model: ShardedModel) -> dict[int | None, str]:
+    """Return the parameters of the routers' weights by layer, in order."""
     ops = model.plan.architecture.weight_ops(model.plan.model_config)
-    weights = {op.layer: model.places[op.hf[0]].parameter for op in ops if op.mcore.endswith(_WEIGHT)}
-    return {layer: _find_router(model, parameter) for layer, parameter in weights.items()}
+    return {op.layer: model.places[op.hf[0]].parameter for op in ops if op.mcore.endswith(_WEIGHT)}
 
 
-def _find_router(model: ShardedModel, parameter: str) -> nn.Module:
-    """Return the module that chooses experts by a weight, which may be that of a linear layer in it."""
+def _find_router(model: ShardedModel, parameter: str) -> tuple[nn.Module, nn.Module]:
+    """Return the module that chooses experts by a weight, which may be in a linear layer in it, and the module around it."""
     name = parameter.removesuffix(".weight")
-    module = cast(nn.Module, model.module.model).get_submodule(name)
-    return model.module.model.get_submodule(re.sub(r"\.\w+$", "", name)) if isinstance(module, nn.Linear) else module
+    module = model.module.model.get_submodule(name)
+    router = re.sub(r"\.\w+$", "", name) if isinstance(module, nn.Linear) else name
+    return model.module.model.get_submodule(router), model.module.model.get_submodule(re.sub(r"\.\w+$", "", router))
+
+
+def _find_experts(block: nn.Module) -> nn.Module:
+    """Return the experts of a layer.
+
+    Raises:
+        ValueError: the class has them elsewhere.
+    """
+    experts = getattr(block, "experts", None)
+    if not isinstance(experts, nn.Module):
+        raise ValueError(
+            f"engine: fsdp: {type(block).__name__} has no module experts, whose inputs the moving bias of its router needs; "
+            "set moe_router_bias_update_rate: 0, or engine: megatron."
+        )
+    return experts

@@ -211,7 +211,12 @@ _IDLE = (
     _Idle(_LOSS_KEYS, lambda run, name: not _reads(run, name), _LOSS),
     _Idle(
         _LOSS_KEYS.union(_CLIP_KEYS),
-        lambda run, _: run.sizes is not None and run.sizes.can_divide and run.sizes.on_policy,
+        lambda run, _: (
+            run.sizes is not None
+            and run.sizes.can_divide
+            and run.sizes.on_policy
+            and not _objective(run).reads_rollout_policy  # whose weights may be older, and whose kernels round otherwise
+        ),
         "each rollout makes one optimizer step, in which the ratio is 1",
     ),
     _Idle(["token_level_loss"], lambda run, _: run.rl.loss_type is not None, "loss_type is set"),

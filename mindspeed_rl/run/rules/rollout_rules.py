@@ -17,7 +17,6 @@ from mindspeed_rl.run.rules.violation import Broken, needs, read_key, violate
 _MODE = "rl_config.router_replay.mode"
 _OPPONENTS = "rl_config.opponents.roles"
 _COUNTS = "generate_config.eplb_token_collects"
-#: settings of vllm-ascend that this suite makes: without them weights could not be updated, or a key of its own decides
 #: settings of vllm-ascend that are set by this suite -> what to do
 _OWN_SETTINGS = {
     "refresh": "remove it",
@@ -25,6 +24,14 @@ _OWN_SETTINGS = {
     "enable_sleep_mode_extra_cleanup": "use generate_config.sleep_mode_extra_cleanup",
     "eplb_config": "use generate_config.expert_map_path",
     "rl_config": "remove it; of its settings, generate_config.sleep_mode_extra_cleanup is a key",
+}
+#: further settings of vllm-ascend that no rollout of this suite can have -> the reason
+_REFUSED_SETTINGS = {
+    "enable_fused_mc2": "keeps the weights of experts in the NZ layout, which no weight sync can write",
+    "enable_reduce_sample": "leaves each device its part of the vocabulary, and log-probabilities are of all tokens",
+    "enable_async_exponential": "draws the noise of a step before it is known which requests sample, so that the tokens of a "
+    "request would not follow from its seed",
+    "rejection_sampler_config": "changes which tokens of a draft are accepted, and with them the policy that is sampled",
 }
 _BY_KEY = "use the key generate_config.{}"
 _BY_ROLLOUT = "weights, samples and log-probabilities of a rollout depend on it"
@@ -239,9 +246,9 @@ def _engine_settings(run: Run) -> Iterator[Broken]:
     for name, instead in _OWN_SETTINGS.items():
         if name in additional:
             yield _own_setting(f"additional_config.{name}", f"is set by this suite; {instead}")
-    if additional.get("enable_fused_mc2"):
-        text = "keeps the weights of experts in the NZ layout, which no weight sync can write; remove it"
-        yield _own_setting("additional_config.enable_fused_mc2", text)
+    for name, reason in _REFUSED_SETTINGS.items():
+        if additional.get(name):
+            yield _own_setting(f"additional_config.{name}", f"{reason}; remove it")
     if run.config.platform == "npu" and generate.kv_cache_dtype != "auto":
         text = "[kv_cache_dtype:is] is not available on npu: vllm-ascend's attention writes keys and values as they are"
         yield violate("npu_kv_cache_dtype", text, {"kv_cache_dtype": "auto"})

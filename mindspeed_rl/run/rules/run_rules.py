@@ -524,7 +524,8 @@ def _mindspeed(run: Run) -> Iterator[Broken]:
     cfg = run.config
     roles = {"actor_config": cfg.actor_config, "critic_config": cfg.critic_config} if cfg.platform == "npu" else {}
     for role, config in roles.items():
-        if config is None or config.optimizer == "muon":  # which excludes all of it, see above
+        # Muon excludes all of it, see above; other engines have an optimizer of their own
+        if config is None or config.optimizer == "muon" or config.engine != "megatron":
             continue
         for name, other, value, reason in NEEDED_BY_MINDSPEED:
             if getattr(config, name) and getattr(config, other) != value:

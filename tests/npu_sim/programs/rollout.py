@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,6 +51,22 @@ def product_in_int8(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.
     return product if layer.bias is None else product + layer.bias
 
 
+def decode(reference: Any, prompt: list[int], sampling: Any, end: int) -> list[int]:
+    """Greedy tokens by transformers' logits, token by token.
+
+    The logit x of a token of prompt or response is x / p where it is positive, and x p where it is negative, p the repetition
+    penalty: arXiv:1909.05858.
+    """
+    tokens: list[int] = []
+    while len(tokens) < NEW_TOKENS and (sampling.ignore_eos or tokens[-1:] != [end]):
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, -1].tolist()
+        for token in {*prompt, *tokens}:
+            logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
+        tokens.append(max(range(len(logits)), key=logits.__getitem__))
+    return tokens
+
+
 def count_decode(engine: Any, requests: int) -> list[int]:
     """Kernels and waits of one more token of each of so many responses."""
     from mindspeed_rl.platform.cost_ledger import CostLedger
@@ -72,12 +88,12 @@ def main() -> None:
     Settings: model, dtype, tensor_parallel, rounds of sleep, drafts (`speculative_config`), cast_prompts (True as it is),
     generate (further keys of generate_config), sharing (replicas that share experts; without it each has all of them), prompts
     (of each rank, the numbers of those it answers), experts_of_devices (of each layer; for `expert_map_path`), routing (whether
-    the experts of each token are reported).
+    the experts of each token are reported), sampling (several groups of keys of sampling_config, for greedy responses).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
     from mindspeed_rl import adaptors, platform
-    from mindspeed_rl.config import GenerateConfig
+    from mindspeed_rl.config import GenerateConfig, SamplingConfig
     from mindspeed_rl.platform.environment import EXPERTS_EXCHANGE_VARIABLE
 
     if exchange := settings.get("generate", {}).get("infer_moe_token_dispatcher_type"):  # as the driver sets it for workers
@@ -92,6 +108,7 @@ def main() -> None:
     from mindspeed_rl.config.expert_map import write_expert_map
     from mindspeed_rl.rollout.requests import Sampling
     from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
+    from mindspeed_rl.workers.responses import build_sampling
 
     torch_dtype = getattr(torch, settings.get("dtype", "bfloat16"))
     folder = Path(os.environ["NPU_SIM_REPORT_DIR"], f"model{rank}")
@@ -163,7 +180,7 @@ def main() -> None:
     push(0)
     engine.restore_memory("cache")
     first = sample_tokens()
-    result["tokens"], memory, equal = [tokens for tokens, _ in first], [], []
+    result["tokens"], memory, equal, limited = [tokens for tokens, _ in first], [], [], []
     # greedy responses, which must be what transformers decodes
     greedy = engine.generate(requests, Sampling(0.0, NEW_TOKENS, (1,)))
     same_greedy = []
@@ -182,6 +199,13 @@ def main() -> None:
             wanted = logits.topk(reference.config.num_experts_per_tok).indices.sort(-1).values
             same_experts.append(torch.equal(torch.from_numpy(completion.routing).long().sort(-1).values, wanted))
         result["same_experts"] = same_experts
+    for keys in settings.get("sampling", ()):  # greedy, with keys of `sampling_config`; the end token is one that comes
+        sampling = SamplingConfig(max_tokens=NEW_TOKENS, temperature=0.0, **keys)
+        end = SimpleNamespace(eos_token_id=greedy[0].token_ids[2])
+        responses = [completion.token_ids for completion in engine.generate(requests, build_sampling(sampling, folder, end))]
+        wanted = [decode(reference, prompt, sampling, end.eos_token_id) for prompt in prompts]
+        limited.append([[len(tokens) for tokens in responses], responses == wanted])
+    result["limited"] = limited
     if "drafts" in settings:
         from mindspeed_rl.adaptors import vllm_drafts
 

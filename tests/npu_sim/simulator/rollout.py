@@ -11,6 +11,8 @@
 | `npu::npu_grouped_matmul`, `npu::npu_moe_token_permute`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
 | `npu::npu_moe_distribute_dispatch`, `npu::npu_moe_distribute_combine`, `_v2` of both | see `mc2` |
 | `atb::npu_paged_cache_load`, `npu::npu_attention_update` | the kernels of latent attention's chunks |
+| `npu::npu_scatter_pa_kv_cache`, `npu::npu_gather_pa_kv_cache` | a 950's, for the atb operators of its cache |
+| `npu::npu_moe_init_routing_v2`, `npu::npu_moe_gating_top_k` | a 950's, for vllm-ascend's own operators of experts |
 | `_C_ascend::bgmv_*`, `_C_ascend::sgmv_*` | vllm-ascend's products with adapters |
 | `_C_ascend::moe_gating_top_k`, `_C_ascend::npu_moe_init_routing_custom` | vllm-ascend's own operators of experts |
 | `vllm::triton_split_qkv_rmsnorm_mrope` | vllm-ascend's Triton kernel of attention with norms and three rotary axes |
@@ -73,11 +75,28 @@ def _rotary_embedding(
 
 def _reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor) -> None:
     calls["atb::_npu_reshape_and_cache"] += 1
+    _write_rows(key, value, key_cache, value_cache, slot_indices)
+
+
+def _write_rows(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor) -> None:
+    """Writes each token's row to its slot in the caches of blocks, [blocks, size, ...]."""
     slots = cpu_view(slot_indices).long()
     kept = slots >= 0  # padding has no slot
     for new, cache in ((key, key_cache), (value, value_cache)):
         rows = cpu_view(cache).flatten(0, 1)
         rows[slots[kept]] = cpu_view(new)[: slots.numel()][kept].reshape(-1, *rows.shape[1:]).to(rows.dtype)
+
+
+def _scatter_pa_kv_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *,
+    compress_lens: Tensor | None = None, compress_seq_offsets: Tensor | None = None, seq_lens: Tensor | None = None,
+    cache_mode: str | None = "PA_NZ",
+) -> None:  # fmt: skip
+    given = [value for value in (compress_lens, compress_seq_offsets, seq_lens) if value is not None]
+    if cache_mode != "Norm" or given:
+        raise RuntimeError(f"npu_scatter_pa_kv_cache: cache_mode {cache_mode} or compressed rows are not simulated")
+    calls["npu::npu_scatter_pa_kv_cache"] += 1
+    _write_rows(key, value, key_cache, value_cache, slot_mapping)
 
 
 def _matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:  # noqa: N803  (the name in the operator's schema)
@@ -89,14 +108,31 @@ def _paged_cache_load(
     key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor, *, seq_starts: Tensor | None = None,
     cumsum: bool = False, key: Tensor | None = None, value: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Rows of each sequence's blocks one after another, from its start on; a start lies at the begin of a block."""
     calls["atb::npu_paged_cache_load"] += 1
     if cumsum or key is None or value is None:
         raise RuntimeError("npu_paged_cache_load: sums of lengths and results of its own are not simulated")
+    _read_rows("npu_paged_cache_load", key_cache, value_cache, block_table, context_lens, seq_starts, key, value)
+
+
+def _gather_pa_kv_cache(
+    key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor, value: Tensor, *,
+    seq_offset: Tensor | None = None, is_seq_lens_cumsum: bool = False,
+) -> None:  # fmt: skip
+    if is_seq_lens_cumsum:
+        raise RuntimeError("npu_gather_pa_kv_cache: sums of lengths are not simulated")
+    calls["npu::npu_gather_pa_kv_cache"] += 1
+    _read_rows("npu_gather_pa_kv_cache", key_cache, value_cache, block_tables, seq_lens, seq_offset, key, value)
+
+
+def _read_rows(
+    name: str, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor, seq_starts: Tensor | None,
+    key: Tensor, value: Tensor,
+) -> None:  # fmt: skip
+    """Reads the rows of each sequence's blocks one after another, from its start on; a start lies at the begin of a block."""
     size, lengths = key_cache.shape[1], cpu_view(context_lens).tolist()
     starts = [0] * len(lengths) if seq_starts is None else cpu_view(seq_starts).tolist()
     if any(start % size for start in starts):
-        raise RuntimeError(f"npu_paged_cache_load: seq_starts {starts} lie within blocks of {size} tokens")
+        raise RuntimeError(f"{name}: starts {starts} lie within blocks of {size} tokens")
     for cache, out in ((key_cache, key), (value_cache, value)):
         rows = [
             _gathered(cpu_view(cache), blocks[start // size :], length, cache.shape[2])
@@ -399,6 +435,23 @@ def _init_routing(
     return rows, places, counts, torch.zeros(experts.numel())
 
 
+def _init_routing_v2(
+    x: Tensor, expert_idx: Tensor, *, x_dtype: int | None = None, active_expert_range: list[int] | None = None, **others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if x_dtype is not None:
+        raise RuntimeError(f"npu_moe_init_routing_v2: rows of type {x_dtype} are not simulated")
+    return _init_routing(x, expert_idx, active_expert_range=active_expert_range or None, **others)
+
+
+def _npu_gating_top_k(
+    x: Tensor, k: int, *, bias: Tensor | None = None, input_ids: Tensor | None = None, tid2eid: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if input_ids is not None or tid2eid is not None:
+        raise RuntimeError("npu_moe_gating_top_k: experts by a token's number are not simulated")
+    return _gating_top_k(x, k=k, bias_opt=bias, **others)
+
+
 def _token_unpermute(
     permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None = None, padded_mode: bool = False,
     restore_shape: list[int] | None = None,
@@ -526,6 +579,15 @@ KERNELS = {
     "npu_moe_token_permute": _token_permute,
     "npu_moe_token_unpermute": _token_unpermute,
     "npu_grouped_matmul": _grouped_matmul,
+    "npu_moe_init_routing_v2": _init_routing_v2,
+    "npu_moe_gating_top_k": _npu_gating_top_k,
+}
+
+#: those that write into what they are given
+_WRITING = {
+    "npu_kv_rmsnorm_rope_cache": "_kv_rmsnorm_rope_cache",
+    "npu_scatter_pa_kv_cache": "_scatter_pa_kv_cache",
+    "npu_gather_pa_kv_cache": "_gather_pa_kv_cache",
 }
 
 #: those that have a form for graphs, which writes into given memory
@@ -674,9 +736,9 @@ def install() -> None:
     npu = torch.library.Library("npu", "IMPL")
     for name, function in (KERNELS | mc2.KERNELS).items():
         npu.impl(getattr(torch.ops.npu, name).default, _kernel(name, function), "PrivateUse1", allow_override=True)
-    cached = torch.ops.npu.npu_kv_rmsnorm_rope_cache.default
-    write = recorded("npu::npu_kv_rmsnorm_rope_cache", _kv_rmsnorm_rope_cache)
-    npu.impl(cached, write, "PrivateUse1", allow_override=True)
+    for name, function in _WRITING.items():
+        write = recorded(f"npu::{name}", globals()[function])
+        npu.impl(getattr(torch.ops.npu, name).default, write, "PrivateUse1", allow_override=True)
     for name, function in _INTO.items():
         write = recorded(f"npu::{name}.out", _into(function))
         npu.impl(getattr(torch.ops.npu, name).out, write, "PrivateUse1", allow_override=True)

@@ -35,6 +35,12 @@ def test_memory_features_of_the_run_file_are_passed_on() -> None:
     assert "reuse_fp32_param" not in keys
 
 
+def test_an_engine_that_swaps_by_itself_needs_nothing_of_mindspeeds_optimizer() -> None:
+    config = MegatronConfig(engine="fsdp", swap_optimizer=True, use_distributed_optimizer=False)
+    mindspeed.check(config)
+    assert "swap_optimizer" not in mindspeed.settings(config)
+
+
 def test_a_misspelled_key_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ValueError, match="no argument 'use_fused_rmsnrom'; did you mean 'use_fused_rmsnorm'"):
         mindspeed._check_keys({"use_fused_rmsnrom": True}, {"use_fused_rmsnorm": False})

@@ -15,31 +15,8 @@ switches = sys.modules["npu_switches"] = importlib.util.module_from_spec(SPEC)  
 SPEC.loader.exec_module(switches)
 
 
-_NOT_FINISHED = "a run of it was written and not finished"
-_SLICES = "the kernels of context parallelism in groups of fewer ranks; no run of four ranks on the simulator sets it yet"
-_CUT_OFFS = "the kernel of top_k and top_p, which a run of the engine has; no command on the simulator sets it yet"
-#: switches that no simulated run takes yet -> the reason; an entry that has a run, or that is refused, must go
-OPEN: dict[str, str] = {
-    "actor_config.fsdp_size: set": "groups of fewer devices under FSDP2; no run on the simulator sets it yet",
-    "actor_config.engine: fsdp": _NOT_FINISHED,
-    "actor_config.dynamic_context_parallel: true": _SLICES,
-    "actor_config.min_dynamic_context_parallel_size: set": _SLICES,
-    "actor_config.eval_top_p: set": _CUT_OFFS,
-    "actor_config.eval_top_k: set": _CUT_OFFS,
-    "generate_config.engine_kwargs: set": _NOT_FINISHED,
-    "generate_config.additional_config: set": _NOT_FINISHED,
-    "sampling_config.repetition_penalty: set": _NOT_FINISHED,
-    "sampling_config.structured_output: set": _NOT_FINISHED,
-    "sampling_config.ignore_eos: true": _NOT_FINISHED,
-}
-
-
 def test_every_switch_has_a_run_or_a_refusal() -> None:
-    assert [str(switch) for switch in switches.list_open() if str(switch) not in OPEN] == []
-
-
-def test_what_is_said_to_have_no_run_has_none() -> None:
-    assert OPEN.keys() - {str(switch) for switch in switches.list_open()} == set()
+    assert [str(switch) for switch in switches.list_open()] == []
 
 
 def test_the_switches_are_read_from_the_code() -> None:

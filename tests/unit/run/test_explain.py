@@ -242,6 +242,7 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
     [
         ({"clip_ratio": 0.1}, {"clip_ratio": "each rollout makes one optimizer step, in which the ratio is 1"}),
         ({"clip_ratio": 0.1, "epochs": 2}, {}),
+        ({"clip_ratio": 0.1, "old_log_probs": "rollout"}, {}),  # of weights that may be older
         ({"clip_ratio": 0.1, "mini_batch_size": 16}, {}),
         ({"adv_estimator": "rloo", "adv_epsilon": 0.1}, {"adv_epsilon": "adv_estimator is rloo"}),
         ({"scale_rewards": "none", "adv_epsilon": 0.1}, {"adv_epsilon": "scale_rewards is none"}),

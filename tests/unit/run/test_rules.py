@@ -28,6 +28,12 @@ def test_the_base_run_is_sound() -> None:
     assert validate(prompt_level()) == []
 
 
+def test_an_engine_that_swaps_by_itself_needs_nothing_of_mindspeeds_optimizer() -> None:
+    keys = {"engine": "fsdp", "swap_optimizer": True, "use_distributed_optimizer": False, "tensor_model_parallel_size": 1}
+    run = prompt_level(platform="npu", megatron_training=keys, rl_config={"use_prefix_grouper": False})
+    assert "mindspeed_optimizer" not in rules_of(run)
+
+
 M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_config"
 D, SUFFIX = "speculative_config", {"method": "suffix"}
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
@@ -424,6 +430,21 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         {G: {"additional_config": {"enable_fused_mc2": 1}}},
         "own_engine_setting",
         ["additional_config.enable_fused_mc2", "NZ layout", "remove it"],
+    ),
+    (
+        {G: {"additional_config": {"enable_reduce_sample": True}}},
+        "own_engine_setting",
+        ["additional_config.enable_reduce_sample", "part of the vocabulary", "remove it"],
+    ),
+    (
+        {G: {"additional_config": {"enable_async_exponential": True}}},
+        "own_engine_setting",
+        ["additional_config.enable_async_exponential", "follow from its seed", "remove it"],
+    ),
+    (
+        {G: {"additional_config": {"rejection_sampler_config": {"enable_entropy_verify": True}}}},
+        "own_engine_setting",
+        ["additional_config.rejection_sampler_config", "policy that is sampled", "remove it"],
     ),
     (
         {"platform": "npu", G: {"kv_cache_dtype": "fp8"}},
