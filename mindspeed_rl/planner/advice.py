@@ -87,7 +87,7 @@ def _combine(tree: Mapping[str, object], run: Run, plan: MemoryPlan, device: Dev
         step: Change | None = None
         for values, costs in _list_candidates(run):
             if best is not None:
-                values, costs = best.values | values, f"{best.costs}; {costs}"
+                values, costs = best.values | values, _join_costs(best.costs, costs)
             change = _apply(tree, values, costs, device, run.num_nodes)
             if change is None or not _is_better(change.plan, plan):
                 continue
@@ -107,6 +107,11 @@ def _is_better(new: MemoryPlan, old: MemoryPlan) -> bool:
     if len(new.problems) != len(old.problems):
         return len(new.problems) < len(old.problems)
     return new.fullest.peak.total < 0.995 * old.fullest.peak.total
+
+
+def _join_costs(earlier: str, costs: str) -> str:
+    """Return both, each sentence once."""
+    return "; ".join(dict.fromkeys([*earlier.split("; "), costs]))
 
 
 def _apply(tree: Mapping[str, object], values: dict[str, object], costs: str, device: Device, num_nodes: int) -> Change | None:

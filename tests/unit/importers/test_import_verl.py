@@ -925,7 +925,7 @@ def test_a_layout_that_does_not_fit_is_named_with_what_would_fit(tmp_path: Path)
         "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    run = imported(f"{A}.use_prefix_grouper=True", BASE.replace("models/base", str(tmp_path)))
+    run = imported("model_engine=megatron", BASE.replace("models/base", str(tmp_path)))
     assert run.memory.startswith("The layout does not fit") and "tensor_model_parallel_size" in run.memory
     assert "# The layout does not fit" in run.render("x") and run.memory in run.summarize()
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "hidden_size": 512}))

@@ -90,7 +90,7 @@ def test_grpo_has_the_keys_of_the_command_of_trl(arguments: dict[str, Any], tiny
     words = [f"--{name} {value}" for name, value in arguments.items()]
     command = f"trl grpo --model_name_or_path {shlex.quote(str(tiny_model))} --dataset_name rows.jsonl " + " ".join(words)
     command += " --reward_funcs module:digits --max_completion_length 8 --vllm_max_model_length 120"
-    expected = flatten(import_command(trl.PROJECT, command, ImportSettings(rows=len(ROWS))).tree)
+    expected = flatten(import_command(trl.PROJECT, command, ImportSettings(rows=len(ROWS), devices=1)).tree)
     config = GRPOConfig(output_dir=str(tmp_path / "out"), vllm_max_model_length=120, max_completion_length=8, **arguments)
     actual = written(GRPOTrainer(model=tiny_model, reward_funcs=digits, train_dataset=ROWS, args=config))
     assert {name: actual.get(name) for name in expected if name not in WHERE} == {
@@ -221,5 +221,5 @@ def test_what_needs_a_trained_model_says_so(tiny_model: Path, tmp_path: Path) ->
 def test_a_command_in_float32_has_an_engine_in_float32(tiny_model: Path) -> None:
     command = f"trl grpo --model_name_or_path {shlex.quote(str(tiny_model))} --dataset_name rows.jsonl --bf16 false"
     command += " --reward_funcs module:digits --max_completion_length 8 --vllm_max_model_length 120"
-    tree = import_command(trl.PROJECT, command, ImportSettings()).tree
+    tree = import_command(trl.PROJECT, command, ImportSettings(devices=1)).tree
     assert tree["megatron_training"]["bf16"] is False and tree["generate_config"]["dtype"] == "float32"

@@ -76,8 +76,9 @@ def test_a_stage_trains_as_on_megatron(start: Callable[..., SupervisedWorker], t
     for _ in range(2):
         metrics, expected = (worker.train().metrics.results() for worker in (ours, theirs))
         names = [name for name in expected if name.startswith("train/") and "memory" not in name]
+        # a divergence is a small difference of sums of log-probs
         assert {name: metrics[name] for name in names} == pytest.approx(
-            {name: expected[name] for name in names}, rel=1e-5, abs=1e-6
+            {name: expected[name] for name in names}, rel=1e-5, abs=1e-5
         )
     weights = _read(ours)
     for name, weight in _read(theirs).items():

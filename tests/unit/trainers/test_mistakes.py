@@ -646,7 +646,8 @@ COMMANDS: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "convert of a missing folder": (keys("convert", "--load-dir", "start/modle", "--save-dir", "out"), ["'start/model'?"]),
     "import of a missing script": (keys("import", "verl", "run_grpo.sh"), ["no script", "'run_grpo.sh' does not exist"]),
     "import with two mistakes": (
-        keys("import", "trl", "trl grpo --model_name_or_path x --learnin_rate 1e-5"), ["learnin_rate", "names no data"]
+        keys("import", "trl", "--devices", "1", "trl grpo --model_name_or_path x --learnin_rate 1e-5"),
+        ["learnin_rate", "names no data"],
     ),
     "map_keys that are not JSON": (
         keys("preprocess", "--input", "train.jsonl", "--map-keys", "{prompt: question}"), ["is not JSON", "double quotes"]
