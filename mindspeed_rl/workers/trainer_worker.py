@@ -103,8 +103,9 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         run, mode = self.run, self.run.rl.router_replay.mode
         rules = read_image_rules(run.models["actor"])
         self.replica = Replica(plane, run.deadlines.rows_s, by_stage=mode != "disabled", image_rules=rules)
-        actor = self.actor
-        self.routing = REPLAYS[mode](actor.replay_experts(), actor.engine.plan, self.replica) if mode in REPLAYS else None
+        self.routing = None
+        if mode != "disabled":
+            self.routing = REPLAYS[mode](self.actor.replay_experts(), self.actor.engine.plan, self.replica)
         self.add_hooks(self.resumed_state().get("iteration", 0))
 
     def resident_bytes(self) -> Mapping[str, int]:
