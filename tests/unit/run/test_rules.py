@@ -814,6 +814,7 @@ def test_old_tokens_that_train_uncorrected_are_mentioned() -> None:
         ("serve_config.host=0.0.0.0", "serve_config.host (0.0.0.0) is not loopback, which needs serve_config.api_keys_file"),
         ("actor_config.lora_target_modules=null", "serve_config.num_models (4) needs actor_config.lora_target_modules"),
         ("generate_config.engine=transformers", "serve_config needs generate_config.engine (transformers) vllm"),
+        ("+generate_config.vllm_server_host=there", "leave out rollout_resource and vllm_server_host"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused_and_its_run_file_needs_no_loop(override: str, text: str) -> None:
