@@ -418,7 +418,8 @@ def _elastic(run: Run) -> Iterator[Broken]:
             f"[{key}:name]: a server on the actor's devices has that many of them",
             {key: False},
         )
-    ahead = rl.max_off_policy_threshold + (2 if rl.max_off_policy_strategy == "drop" else 1)
+    # as in `Admission.compute_room`, after a weight sync
+    ahead = (rl.max_off_policy_threshold + (2 if rl.max_off_policy_strategy == "drop" else 1)) * rl.parameter_sync_step
     if rl.elastic_rollout_high > ahead:
         yield violate(
             "elastic_high",
