@@ -45,8 +45,10 @@ def apply() -> None:
     if _applied or os.environ.get(VISION_VARIABLE) != "1":
         return
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLProcessingInfo
+    from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor
 
-    if "get_data_parser" not in vars(Qwen2_5_VLProcessingInfo):
+    # a release that writes videos elsewhere keeps its prompts with images
+    if "get_data_parser" not in vars(Qwen2_5_VLProcessingInfo) and hasattr(Qwen3VLMultiModalProcessor, "get_video_repl"):
         _replace()
     _applied = True
 

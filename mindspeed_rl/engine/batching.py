@@ -456,11 +456,15 @@ def join_micro_batches(members: Sequence[MicroBatch]) -> MicroBatch:
     if len(layouts) < len(members):
         assert len(members) == 1  # padded rows have the width of the longest
         return first
-    lengths = [length for layout in layouts for length in layout.lengths]
-    joined = PackedLayout.build(lengths, layouts[0].device)
     if len(members) == 1:
         assert first.packed is not None
+        # its attention by the same operations as in a joined one
         return replace(first, packed=replace(first.packed, members=tuple(layouts)))
+    for member, layout in zip(members, layouts):
+        # rows of text without given experts, of which every token is computed
+        assert member.routing is None and member.images is None and not member.predictions and layout.shared is None
+    lengths = [length for layout in layouts for length in layout.lengths]
+    joined = PackedLayout.build(lengths, layouts[0].device)
     sizes = [member.input_ids.size(1) for member in members]
     cells = [member.rows * member.width for member in members]
     # tokens of the rows: the last index that a member has is one below the number of them

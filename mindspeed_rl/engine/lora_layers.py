@@ -218,7 +218,7 @@ class _AdaptedWeight(AdaptedModule):
         return cast(nn.Parameter, self.lora_B["default"].weight)
 
     def _used_matrices(self) -> tuple[Tensor, Tensor]:
-        """Return A and B without the ranks that `lora` leaves unused, which are 0 (`lora.AdapterSlot`)."""
+        """Return A and B without the ranks that `lora` leaves unused, which are 0 (`adapter_slot.AdapterSlot`)."""
         return self.lora_a.data[: self.lora.r], self.lora_b.data[:, : self.lora.r]
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ class ReplayedRouter:
         self.compared = compared if self.compared is None else self.compared + compared
 
 
-class _MegatronRouter(RouterReplay):
+class MegatronRouter(RouterReplay):
     """Replay of one of Megatron's routers.
 
     Attributes:
@@ -220,14 +220,14 @@ class RoutedLayers(ExpertReplay, EnginePart):
     def __init__(self, model: BuiltModel) -> None:
         """Replace Megatron's replay in the routers of the model."""
         plan, pp_rank = model.plan, parallel_state.get_pipeline_model_parallel_rank()
-        self._chunks: list[list[_MegatronRouter]] = []
+        self._chunks: list[list[MegatronRouter]] = []
         for stage, (module, layers) in enumerate(zip(model.models, plan.routed_layers(pp_rank))):
             slots = plan.layout.chunk_layers(pp_rank, stage)
             decoder: Any = module.decoder  # attributes of Megatron's modules are not declared
             self._chunks.append([])
             for layer in layers:
                 router = decoder.layers[slots.index(layer)].mlp.router
-                router.router_replay = _MegatronRouter()
+                router.router_replay = MegatronRouter()
                 self._chunks[-1].append(router.router_replay)
         super().__init__(
             [router.replay for chunk in self._chunks for router in chunk],

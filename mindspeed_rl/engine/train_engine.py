@@ -384,9 +384,8 @@ class TrainEngine:
         with self._mode(training=training), torch.set_grad_enabled(training):
             batches = [self._micro_batches(request.rows, batching) for request in requests]
             sizes = [[micro_batch.input_ids.numel() for micro_batch in own] for own in batches]
-            turns = plan_joins(sizes, batching.token_budget)
-            if not joins:
-                turns = [[(request, index)] for request, own in enumerate(batches) for index in range(len(own))]
+            alone = [[(request, index)] for request, own in enumerate(batches) for index in range(len(own))]
+            turns = plan_joins(sizes, batching.token_budget) if joins else alone
             for turn in turns:
                 members = [(batches[request][index], requests[request]) for request, index in turn]
                 outputs = JoinedOutputs([(own, request.outputs) for own, request in members], self._align)

@@ -1,4 +1,4 @@
-"""All weights of a model as the slot of a service that trains full weights; for adapters there is `lora.AdapterSlot`."""
+"""All weights of a model as the slot of a service that trains full weights; adapters have `adapter_slot.AdapterSlot`."""
 
 from __future__ import annotations
 

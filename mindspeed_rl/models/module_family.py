@@ -77,6 +77,11 @@ class ModuleArchitecture(Architecture):
         Raises:
             ValueError: rows may be too long for it, or the keys name layers of Megatron's.
         """
+        if config.optimizer == "muon":
+            raise ValueError(
+                f"optimizer: muon moves matrices that the support table names, and only transformers computes {self.name}; set "
+                "optimizer: adam"
+            )
         if config.lora_target_modules:
             raise ValueError(
                 f"lora_target_modules: {', '.join(config.lora_target_modules)} are layers of the support table's families, and "

@@ -38,6 +38,7 @@ from mindspeed_rl.planner.step_costs import count_kernels
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import rows_per_replica
 from mindspeed_rl.run.phases import Phases
+from mindspeed_rl.run.rules.training_engine_rules import computes_by_module
 
 _POINTS = 48
 #: layers with adapters that are several products in the engine
@@ -436,6 +437,8 @@ def _shared_tokens(run: RunShape, model: Model, samples: Samples) -> float:
     """Return the mean tokens of a sample that are computed with another sample of its prompt (prefix sharing)."""
     rl = run.cfg.rl_config
     if rl is None or not (rl.use_prefix_grouper and rl.use_remove_padding) or model.config.has_ring_attention:
+        return 0.0
+    if computes_by_module(model.config) and not model.plan.architecture.packs:  # its rows are padded
         return 0.0
     # in the same micro-batch, whose rows are of one prompt as far as possible
     together = min(rl.n_samples_per_prompt, max(1.0, run.tokens("update") / samples.tokens))

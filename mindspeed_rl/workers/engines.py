@@ -91,7 +91,7 @@ def _build_megatron(
         lambda: WeightStream(model),
         MegatronFiles(engine),
         lambda: _replay_experts(engine),
-        lambda: _read_buffers(model),
+        lambda: read_buffers(model),
         None if settings is None else MegatronAdapters(model, settings),
     )
 
@@ -102,7 +102,7 @@ def _replay_experts(engine: TrainEngine) -> RoutedLayers:
     return layers
 
 
-def _read_buffers(model: BuiltModel) -> dict[str, Tensor]:
+def read_buffers(model: BuiltModel) -> dict[str, Tensor]:
     """Return Megatron's gradients as HF tensors, in a world of one rank."""
     weights = list_local_weights(model)
     trained = [weight for weight in weights if weight.parameter is not None and weight.parameter.requires_grad]

@@ -34,7 +34,7 @@ from mindspeed_rl.workers.model_worker import CriticPhases, RefPhases, RewardMod
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.responses import read_image_rules
 from mindspeed_rl.workers.roles import Role, Roles, build_pass_settings, build_reward_model, build_role, build_teachers
-from mindspeed_rl.workers.routing import REPLAYS
+from mindspeed_rl.workers.routing import REPLAYS, RolloutRouting
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
 if TYPE_CHECKING:
@@ -103,8 +103,9 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         run, mode = self.run, self.run.rl.router_replay.mode
         rules = read_image_rules(run.models["actor"])
         self.replica = Replica(plane, run.deadlines.rows_s, by_stage=mode != "disabled", image_rules=rules)
-        actor = self.actor
-        self.routing = REPLAYS[mode](actor.replay_experts(), actor.engine.plan, self.replica) if mode in REPLAYS else None
+        self.routing: RolloutRouting | None = None
+        if mode != "disabled":
+            self.routing = REPLAYS[mode](self.actor.replay_experts(), self.actor.engine.plan, self.replica)
         self.add_hooks(self.resumed_state().get("iteration", 0))
 
     def resident_bytes(self) -> Mapping[str, int]:

@@ -32,7 +32,7 @@ from mindspeed_rl.engine.optimizer import reload_main_weights
 from mindspeed_rl.engine.router_replay import ExpertReplay
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.workers.engines import BuiltEngine, PassSettings, _read_buffers, build_engine
+from mindspeed_rl.workers.engines import BuiltEngine, PassSettings, build_engine, read_buffers
 
 
 @contextlib.contextmanager
@@ -261,7 +261,7 @@ def replay_megatron(setting: Setting, grouped: bool = False) -> dict[str, Any]:
     with jobs.engine_of(setting) as engine:
         layers = replay_jobs.add_routed(engine)
         return _report_replay(
-            engine, layers, lambda: _read_buffers(engine.model), lambda: WeightStream(engine.model), setting, grouped
+            engine, layers, lambda: read_buffers(engine.model), lambda: WeightStream(engine.model), setting, grouped
         )
 
 
@@ -283,7 +283,7 @@ def megatron_images(setting: Setting, steps: int = 3) -> dict[str, Any]:
     """The same on Megatron's engine, on one rank."""
     with jobs.engine_of(setting) as engine:
         return _report_images(
-            engine, lambda: WeightStream(engine.model), lambda: _read_buffers(engine.model), setting, steps
+            engine, lambda: WeightStream(engine.model), lambda: read_buffers(engine.model), setting, steps
         )
 
 

@@ -13,7 +13,7 @@ import tiny_vision
 import vision_jobs
 from ranks import Ranks
 from safetensors.torch import load_file
-from test_vision_layouts import _log_probs
+from test_vision_layouts import read_log_probs
 from training_jobs import Setting
 
 TRAINED = {"freeze_vit": False, "freeze_aligner": False}
@@ -62,7 +62,7 @@ def _check(reports: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", tiny_vision.CONFIGS)
 def test_log_probs_are_those_of_transformers(ranks: Callable[[int], Ranks], folders: Callable[[str], str], name: str) -> None:
     (report,) = ranks(1).run(fsdp_jobs.images, setting=Setting(folders(name)), steps=1)
-    for row, values in enumerate(_log_probs(tiny_vision.build(name))):
+    for row, values in enumerate(read_log_probs(tiny_vision.build(name))):
         np.testing.assert_allclose(report["log_probs"][row], values, rtol=1e-5, atol=1e-5)
 
 

@@ -80,7 +80,7 @@ def _log_softmax(
     return (model(input_ids=ids[None], **inputs).logits[0] / TEMPERATURE).log_softmax(-1)[prompt - 1 : -1]
 
 
-def _log_probs(model: torch.nn.Module) -> list[np.ndarray]:
+def read_log_probs(model: torch.nn.Module) -> list[np.ndarray]:
     rows = jobs.all_rows()
     assert rows.images is not None
     results = []
@@ -93,7 +93,7 @@ def _log_probs(model: torch.nn.Module) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", tiny_vision.CONFIGS)
 def test_log_probs_are_those_of_transformers(ranks: Callable[[int], Ranks], folders: dict[str, str], name: str) -> None:
     (ours,) = ranks(1).run(jobs.forward, setting=Setting(folders[name], shares_prefixes=True, token_budget=90))
-    for actual, expected in zip(ours, _log_probs(tiny_vision.build(name)), strict=True):
+    for actual, expected in zip(ours, read_log_probs(tiny_vision.build(name)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -241,8 +241,9 @@ def test_peft_reads_adapters_of_all_parts_and_they_train_on(
     ]
     model = tiny_vision.build(name)
     peft.PeftModel.from_pretrained(model, tmp_path / "adapter")  # it adapts the model in place
-    expected = _log_probs(model)
-    assert max(float(np.abs(first - other).max()) for first, other in zip(expected, _log_probs(tiny_vision.build(name)))) > 0.1
+    expected = read_log_probs(model)
+    others = read_log_probs(tiny_vision.build(name))
+    assert max(float(np.abs(first - other).max()) for first, other in zip(expected, others)) > 0.1
     for ours in results:
         for actual, other in zip(ours, expected, strict=True):
             np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-5)

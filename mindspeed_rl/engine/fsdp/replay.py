@@ -1,7 +1,8 @@
 """Router replay in transformers' modules: their routers take given experts, and weigh them by their own formula.
 
 Every router of the support table's families chooses once by `torch.topk` over the scores of all experts, and computes weights
-from that result. So this one call returns the given experts here, with their scores, and all else stays the class's.
+from that result. So this one call returns the given experts here, with their scores, and all else stays the class's. In earlier
+releases of transformers, such as 5.10, a method of the layer may choose in place of the router.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.fsdp.model import ShardedModel
-from mindspeed_rl.engine.fsdp.routers import find_routers, order_by_position, order_by_row
+from mindspeed_rl.engine.fsdp.routers import find_choices, order_by_position, order_by_row
 from mindspeed_rl.engine.router_replay import ExpertReplay, ReplayedRouter
 
 
@@ -57,10 +58,10 @@ class ModuleReplay(ExpertReplay):
         self._compared: set[int] = set()
         self._rows = 0
         replays = []
-        for layer, router in enumerate(find_routers(model).values()):
+        for layer, (module, method) in enumerate(find_choices(model).values()):
             replays.append(ReplayedRouter())
-            router.__dict__.pop("forward", None)  # of an earlier replay
-            router.forward = functools.partial(self._route, layer, router, router.forward)
+            module.__dict__.pop(method, None)  # of an earlier replay
+            setattr(module, method, functools.partial(self._route, layer, module, getattr(module, method)))
         super().__init__(replays, shape.moe_router_topk, sequence_parallel=False)
 
     def arm(self, micro_batch: MicroBatch) -> None:
@@ -75,13 +76,13 @@ class ModuleReplay(ExpertReplay):
         """Stop the replay after all passes, completed or failed."""
         self._experts = None
 
-    def _route(self, layer: int, router: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the output of a router's own forward pass with the given experts."""
+    def _route(self, layer: int, module: nn.Module, choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a module's own method returns with the given experts."""
         with _Choice(self._num_experts, self._choices, functools.partial(self._replace, layer)) as choice:
-            output = forward(*args, **kwargs)
+            output = choose(*args, **kwargs)
         if choice.calls != 1:
             raise RuntimeError(
-                f"{type(router).__name__} of this transformers has chosen experts {choice.calls} times and not once by "
+                f"{type(module).__name__} of this transformers has chosen experts {choice.calls} times and not once by "
                 "torch.topk, so that they cannot be replayed; set rl_config.router_replay.mode: disabled"
             )
         return output

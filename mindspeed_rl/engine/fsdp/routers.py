@@ -4,6 +4,7 @@ The formulas are those of `engine/router_losses.py`. A router of transformers re
 chosen experts; its losses are attached to the weights, and the engine divides their gradient by the count with all others. In
 earlier releases, such as the 5.10 of the NPU line, some (Ernie 4.5) return the last two the other way round, and some
 (DeepSeek-V3, GLM) only logits: these have the losses on the logits, and the chosen experts are what the layer passes on.
+DeepSeek-V2 has no router of its own there, and is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import transformers
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
@@ -25,6 +27,8 @@ from mindspeed_rl.engine.router_losses import RoutedTokens, compute_ratio, compu
 
 #: end of Megatron's names of a router's weight and of its bias
 _WEIGHT, _BIAS = ".router.weight", ".router.expert_bias"
+#: method by which layers choose experts where their routers return only logits
+_CHOOSE = "route_tokens_to_experts"
 
 
 class _AttachedLoss(torch.autograd.Function):
@@ -68,6 +72,12 @@ class ExpertBalance:
         self._counted: set[int | None] = set()
         for layer, parameter in _list_weights(model).items():
             router, block = _find_router(model, parameter)
+            if hasattr(router, "experts"):  # its output is the layer's, and no logits
+                raise ValueError(
+                    f"engine: fsdp: {type(router).__name__} of transformers {transformers.__version__} has no router whose "
+                    "experts could be balanced; install a later release, set engine: megatron, or set moe_aux_loss_coeff: 0 "
+                    "and moe_z_loss_coeff: 0."
+                )
             router.register_forward_hook(functools.partial(self._balance, layer))
             if layer in self._counts:
                 _find_experts(block).register_forward_pre_hook(functools.partial(self._read_chosen, layer))
@@ -160,9 +170,16 @@ def order_by_row(values: Tensor, rows: int) -> Tensor:
     return order_by_position(values, len(values) // rows)
 
 
-def find_routers(model: ShardedModel) -> dict[int | None, nn.Module]:
-    """Return the routers of a model by layer, in order."""
-    return {layer: _find_router(model, parameter)[0] for layer, parameter in _list_weights(model).items()}
+def find_choices(model: ShardedModel) -> dict[int | None, tuple[nn.Module, str]]:
+    """Return what chooses the experts of each layer, in order: a module and the name of its method."""
+    return {layer: _find_choice(*_find_router(model, parameter)) for layer, parameter in _list_weights(model).items()}
+
+
+def _find_choice(router: nn.Module, block: nn.Module) -> tuple[nn.Module, str]:
+    for module in (router, block):
+        if hasattr(module, _CHOOSE):
+            return module, _CHOOSE
+    return router, "forward"
 
 
 def _list_weights(model: ShardedModel) -> dict[int | None, str]:

@@ -418,7 +418,8 @@ def _elastic(run: Run) -> Iterator[Broken]:
             f"[{key}:name]: a server on the actor's devices has that many of them",
             {key: False},
         )
-    ahead = rl.max_off_policy_threshold + (2 if rl.max_off_policy_strategy == "drop" else 1)
+    # as in `Admission.compute_room`, after a weight sync
+    ahead = (rl.max_off_policy_threshold + (2 if rl.max_off_policy_strategy == "drop" else 1)) * rl.parameter_sync_step
     if rl.elastic_rollout_high > ahead:
         yield violate(
             "elastic_high",
@@ -838,14 +839,14 @@ def _server(run: Run) -> Iterator[Broken]:
 def _server_layout(run: Run) -> Iterator[Broken]:
     """Check the layout of a server of training on several devices: each has all models, and its part of base and rows."""
     actor, size = run.config.actor_config, run.placement.num_devices
+    if run.placement.disaggregated:
+        text = "serve_config has its rollout engines on the devices that train; leave out rollout_resource and vllm_server_host"
+        yield violate("server_devices", text, keys={})
     if size == 1:
         return
     if not actor.lora_target_modules:
         text = f"serve_config trains full weights on one device, and the run file has {size}; models with adapters take several"
         yield violate("server_devices", text, {"rl_config.actor_resource.num_npus": 1})
-    if run.placement.disaggregated:
-        text = "serve_config has its rollout engines on the devices that train; leave out rollout_resource and vllm_server_host"
-        yield violate("server_devices", text, keys={})
     for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
         if getattr(actor, name) > 1:
             text = f"[actor_config.{name}] cannot be used with serve_config, which has tensor and data parallelism"

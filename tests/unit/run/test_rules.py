@@ -506,6 +506,11 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: {"elastic_rollout": True, "trainer_mode": "one_step_off"}}, "elastic_mode", ["in one_step_off", "repeats exactly"]),
     ({R: ELASTIC | {"elastic_rollout_high": 2.5}}, "elastic_high", ["elastic_rollout_high (2.5) may be at most 2:"]),
     (
+        {R: ELASTIC | {"elastic_rollout_high": 4.5, "parameter_sync_step": 2}},
+        "elastic_high",
+        ["elastic_rollout_high (4.5) may be at most 4:"],
+    ),
+    (
         {R: ELASTIC | {"elastic_rollout_high": 3.5, "max_off_policy_strategy": "drop"}},
         "elastic_high",
         ["elastic_rollout_high (3.5) may be at most 3:", "max_off_policy_threshold (1)"],
@@ -814,6 +819,7 @@ def test_old_tokens_that_train_uncorrected_are_mentioned() -> None:
         ("serve_config.host=0.0.0.0", "serve_config.host (0.0.0.0) is not loopback, which needs serve_config.api_keys_file"),
         ("actor_config.lora_target_modules=null", "serve_config.num_models (4) needs actor_config.lora_target_modules"),
         ("generate_config.engine=transformers", "serve_config needs generate_config.engine (transformers) vllm"),
+        ("+generate_config.vllm_server_host=there", "leave out rollout_resource and vllm_server_host"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused_and_its_run_file_needs_no_loop(override: str, text: str) -> None:
