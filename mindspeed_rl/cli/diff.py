@@ -23,6 +23,8 @@ _COLOCATED = (
     "rl_config.use_integrated_worker=true",
     "rl_config.rollout_resource=null",
     "rl_config.trainer_mode=sync",
+    "rl_config.async_generate=null",
+    "rl_config.elastic_rollout=false",
     "rl_config.spare_samples_per_prompt=0",
     "generate_config.vllm_server_host=null",
 )
@@ -70,12 +72,6 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     if not path.is_file():
         raise ValueError(f"--run {arguments.run}: its configuration is read from report.json, which is not in it")
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["config_set"]
-    save = config["actor_config"].get("save")
-    # only its weights: a run that has ended has no iteration left to resume
-    weights = [f"actor_config.load={save}", "actor_config.finetune=true"]
-    changes = [] if save is None or newest_checkpoint(save) is None else weights
-    if config["rl_config"].get("rollout_resource") is not None or config["generate_config"].get("vllm_server_host") is not None:
-        changes += _COLOCATED
     # without model blocks, whose values config.json has
     groups = {name: group for name, group in config.items() if name not in ("run", "sampling_config")}
     tree = {name: {key: value for key, value in group.items() if key != "model"} for name, group in groups.items()}
@@ -83,7 +79,21 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     with TemporaryDirectory() as folder:
         # a run file, so that overrides work as usual; JSON is YAML
         Path(folder, "run.yaml").write_text(json.dumps(tree), encoding="utf-8")
+        changes = _choose_changes(load_run_config("run", folder, []))
         return load_run_config("run", folder, [*changes, *arguments.overrides])
+
+
+def _choose_changes(cfg: RunConfig) -> list[str]:
+    """Return the overrides by which a run that has ended is compared, from its own configuration."""
+    save, rl, generate = cfg.actor_config.save, cfg.rl_config, cfg.generate_config
+    # only its weights: a run that has ended has no iteration left to resume
+    weights = [f"actor_config.load={save}", "actor_config.finetune=true"]
+    changes = [] if save is None or newest_checkpoint(save) is None else weights
+    # a supervised run has neither group, and is refused later
+    has_servers = (rl is not None and rl.rollout_resource is not None) or (
+        generate is not None and generate.vllm_server_host is not None
+    )
+    return [*changes, *_COLOCATED] if has_servers else changes
 
 
 def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:

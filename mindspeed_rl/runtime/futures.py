@@ -41,7 +41,7 @@ _CAUSE_S = 15.0
 #: texts of a collective's error when another process of the group is gone
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote worker", "HCCL function error")
 #: texts of a collective's error when another process does not arrive
-_LATE_PEER = ("Timed out waiting", "timed out waiting", "Wait timeout", "EI0002")
+LATE_PEER = ("Timed out waiting", "timed out waiting", "Wait timeout", "EI0002")
 #: a wait without progress is reported after this time, and again whenever the time has doubled
 _REPORT_AFTER_S = 60.0
 #: a wait is not reported before it has taken this many times the longest one so far
@@ -353,7 +353,7 @@ def _distance_from_cause(error: Exception) -> int:
     # raised by an `abort`, which only follows a failure
     if "DataPlaneAbortedError" in text:
         return 3
-    return 2 if any(part in text for part in (*LOST_PEER, *_LATE_PEER)) else 1
+    return 2 if any(part in text for part in (*LOST_PEER, *LATE_PEER)) else 1
 
 
 def _describe_cause(error: Exception) -> str:

@@ -286,11 +286,11 @@ class ClientModels:
     ) -> PassResult:
         """See `Backend.forward_backward`."""
         (result,) = self.run_passes([PassCall(model_id, data, loss, forward_only)])
-        if isinstance(result, CallError):
+        if isinstance(result, Exception):
             raise result
         return result
 
-    def run_passes(self, calls: Sequence[PassCall]) -> list[PassResult | CallError]:
+    def run_passes(self, calls: Sequence[PassCall]) -> list[PassResult | Exception]:
         """Compute passes of several models together, as far as that leaves the bits of each as they are alone.
 
         Args:
@@ -298,8 +298,11 @@ class ClientModels:
 
         Returns:
             Result or error of each; an error of one changes nothing for the others.
+
+        Raises:
+            Exception: with several ranks, or one call, what failed; no gradient was added.
         """
-        results: dict[int, PassResult | CallError] = {}
+        results: dict[int, PassResult | Exception] = {}
         prepared: dict[int, _Prepared] = {}
         for index, call in enumerate(calls):
             try:
@@ -310,12 +313,20 @@ class ClientModels:
         try:
             results |= zip(prepared, compute(list(prepared.values())))
         except Exception:
-            if len(prepared) < 2:
+            # of several ranks perhaps only this one has failed, and the others wait for it
+            if len(prepared) < 2 or self._ranks.size > 1:
                 raise
             # what fails together may be the fault of one
             _LOG.exception("a joint pass of %d models failed; each is computed alone", len(prepared))
-            results |= {index: compute([own])[0] for index, own in prepared.items()}
+            results |= {index: self._run_alone(calls[index]) for index in prepared}
         return [results[index] for index in range(len(calls))]
+
+    def _run_alone(self, call: PassCall) -> PassResult | Exception:
+        """Compute a pass after a joint one that failed, whose leaves may have a part of its gradient."""
+        try:
+            return self.run_passes([call])[0]
+        except Exception as error:  # noqa: BLE001  (raised where this call waits)
+            return error
 
     def _prepare(self, call: PassCall) -> _Prepared:
         model = self._find(call.model_id)
@@ -347,10 +358,18 @@ class ClientModels:
         computed = self._engine.compute_requests(
             requests, self._batching, adapting, training=training, joins=self._joins_passes
         )
-        return [self._finish(each, results) for each, results in zip(passes, computed)]
+        finished = [self._finish(each, results) for each, results in zip(passes, computed)]
+        # only now: a failure up to here has changed no model
+        for each, (_, gradients) in zip(passes, finished):
+            for name, gradient in gradients.items():
+                parameter = each.model.matrices[name]
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return [result for result, _ in finished]
 
-    def _finish(self, each: _Prepared, results: tuple[list[Tensor], ...]) -> PassResult | CallError:
-        """Add the gradient of a pass to the model's, and return its result."""
+    def _finish(
+        self, each: _Prepared, results: tuple[list[Tensor], ...]
+    ) -> tuple[PassResult | CallError, Mapping[str, Tensor]]:
+        """Return the result of a pass, and its gradient to add to the model's."""
         *log_probs, losses = self._ranks.gather_rows(results, len(each.call.data))
         wrong = [index for index, row in enumerate(losses) if not row.isfinite().all()]
         gradients: dict[str, Tensor] = {}
@@ -360,11 +379,8 @@ class ClientModels:
         if wrong or not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
             what = f"the loss of data[{wrong[0]}]" if wrong else "the gradient"
             text = f"{each.call.loss.name}: {what} is not finite, nothing was changed; check logprobs, advantages and weights."
-            return CallError(text)
-        for name, gradient in gradients.items():
-            parameter = each.model.matrices[name]
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        return _build_result(each.call.data, log_probs, losses)
+            return CallError(text), {}
+        return _build_result(each.call.data, log_probs, losses), gradients
 
     def _compute_full(self, passes: Sequence[_Prepared]) -> list[PassResult | CallError]:
         """Compute passes of the model that trains all weights."""

@@ -7,6 +7,7 @@ waits for the other's queue to be empty.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,6 @@ from mindspeed_rl.service.backend import (
     AdamParams,
     AdapterSpec,
     BrokenBackendError,
-    CallError,
     Capabilities,
     Datum,
     LossCall,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     #: the models, of this process or of the processes of several devices
     Models = Tenants | TenantGroup
 
+_LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
@@ -123,12 +124,16 @@ class LocalBackend:
             self._work(tenants, waiting)
         except BrokenBackendError as error:
             self._break(error, waiting)
+        except Exception as error:  # noqa: BLE001  (nothing else ends the calls that wait for this thread)
+            _LOG.exception("the thread of the engines failed")
+            self._break(BrokenBackendError(f"the thread of the engines failed: {type(error).__name__}: {error}"), waiting)
         else:
             for work in waiting:
                 work.future.cancel()
             for future in self._sampling.futures.values():
                 future.cancel()
-        tenants.close()
+        finally:
+            tenants.close()
 
     def _work(self, tenants: Models, waiting: list[_Work]) -> None:
         """Make calls until the end."""
@@ -345,7 +350,7 @@ def _do_passes(passes: Sequence[_Work], tenants: Models) -> None:
         _fail([each.future for each in work], error)
         return
     for each, result in zip(work, results, strict=True):
-        if isinstance(result, CallError):
+        if isinstance(result, Exception):
             each.future.set_exception(result)
         else:
             each.future.set_result(result)

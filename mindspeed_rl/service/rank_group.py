@@ -7,6 +7,7 @@ fails, leaves them in step. Where a rank dies, or only some fail, the server end
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import uuid
 from collections import Counter
@@ -15,13 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ray.exceptions import RayError
+
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.platform.environment import HEAD_ADAPTERS_VARIABLE
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phase
 from mindspeed_rl.runtime.cluster import connect_cluster
-from mindspeed_rl.runtime.futures import WorkerError
+from mindspeed_rl.runtime.futures import LATE_PEER, LOST_PEER, WorkerError
 from mindspeed_rl.service.backend import (
     AdamParams,
     AdapterSpec,
@@ -37,6 +40,7 @@ from mindspeed_rl.service.backend import (
 )
 from mindspeed_rl.workers.remote_group import WorkerKind, start_group
 
+_LOG = logging.getLogger(__name__)
 _KIND = WorkerKind(
     "mindspeed_rl.service.rank_worker:RankWorker",
     ("train", "rollout"),
@@ -44,7 +48,7 @@ _KIND = WorkerKind(
     built="the base is loaded, the rollout engines are built",
     env={HEAD_ADAPTERS_VARIABLE: "1"},
 )
-_CALL, _STEP = Phase("call_tenants"), Phase("step_tenants", deadline="generate")
+_CALL, _STEP = Phase("call_tenants"), Phase("step_tenants")
 #: steps of the rollout engines between two looks at what else waits
 _NUM_STEPS = 4
 
@@ -88,16 +92,18 @@ class TenantGroup:
         """Return the results of all ranks."""
         try:
             return self._group.call(phase, *arguments)
-        except WorkerError as error:
+        except (WorkerError, RayError) as error:
             self._is_broken = True
             raise BrokenBackendError(str(error)) from error
 
     def _read(self, method: str, outcomes: Sequence[tuple[str, Any]]) -> Any:
         """Return the result of the first rank, or raise what all ranks have raised."""
         kind, value = outcomes[0]
-        if len({other for other, _ in outcomes}) > 1:
+        if not _are_in_step(outcomes):
             text = "; ".join(f"rank {rank} {other}" for rank, (other, _) in enumerate(outcomes))
-            reason = next(value for other, value in outcomes if other != "done")
+            # a rank that waited in vain for another one names no cause
+            reasons = [str(value) for other, value in outcomes if other != "done"]
+            reason = next((reason for reason in reasons if not _waited_in_vain(reason)), reasons[0])
             self._is_broken = True
             raise BrokenBackendError(f"the ranks of the service are no longer in step after {method} ({text}): {reason}")
         if kind == "refused":
@@ -116,9 +122,25 @@ class TenantGroup:
         """See `Backend.unload`."""
         self._call("unload", model_id)
 
-    def run_passes(self, calls: Sequence[PassCall]) -> list[PassResult | CallError]:
+    def run_passes(self, calls: Sequence[PassCall]) -> list[PassResult | Exception]:
         """See `Tenants.run_passes`."""
-        return self._call("run_passes", calls)
+        try:
+            return self._call("run_passes", calls)
+        except BrokenBackendError:
+            raise
+        except RuntimeError as error:  # on all ranks
+            if len(calls) < 2:
+                raise
+            _LOG.warning("joint passes of %d models failed (%s); each is computed alone", len(calls), error)
+        return [self._run_alone(call) for call in calls]
+
+    def _run_alone(self, call: PassCall) -> PassResult | Exception:
+        try:
+            return self._call("run_passes", [call])[0]
+        except BrokenBackendError:
+            raise
+        except RuntimeError as error:  # raised where this call waits
+            return error
 
     def forward_backward(
         self, model_id: str, data: Sequence[Datum], loss: LossCall, *, forward_only: bool = False
@@ -200,10 +222,26 @@ class TenantGroup:
 
     def close(self) -> None:
         """End the processes."""
-        if not self._is_broken:
-            with contextlib.suppress(BrokenBackendError):
-                self._call("close")
-        self._stack.close()
+        with self._stack:
+            if not self._is_broken:
+                with contextlib.suppress(RuntimeError, CallError):  # they end all the same
+                    self._call("close")
+
+
+def _are_in_step(outcomes: Sequence[tuple[str, Any]]) -> bool:
+    """Return True where a call has ended on all ranks in the same way.
+
+    Ranks may have failed together, as all of them lack memory for a pass, or each because of another one.
+    """
+    if len({kind for kind, _ in outcomes}) > 1:
+        return False
+    failures = [str(value) for kind, value in outcomes if kind == "failed"]
+    return len({text.partition(":")[0] for text in failures}) < 2 and not any(map(_waited_in_vain, failures))
+
+
+def _waited_in_vain(text: str) -> bool:
+    """Return True for the error of a rank that another one has left alone in a collective."""
+    return any(part in text for part in (*LOST_PEER, *LATE_PEER))
 
 
 def _make_absolute(source: str | Path | None) -> str | Path | None:

@@ -5,6 +5,7 @@ Importing this imports Megatron and vLLM: the process was prepared for both.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.service.backend import CallError, SampleResult
 from mindspeed_rl.service.tenants import Tenants
 
+_LOG = logging.getLogger(__name__)
 #: end of a call on a rank: with a result, refused in a sentence for the caller, or failed
 Outcome = tuple[Literal["done", "refused", "failed"], Any]
 
@@ -37,6 +39,7 @@ class RankWorker:
         except CallError as error:
             return "refused", str(error)
         except Exception as error:  # noqa: BLE001  (the driver compares the ranks)
+            _LOG.exception("%s failed", method)
             return "failed", f"{type(error).__name__}: {error}"
         return "done", result if self._rank == 0 else None
 
@@ -49,5 +52,6 @@ class RankWorker:
                     break
                 ended = self._tenants.step_sampling()
         except Exception as error:  # noqa: BLE001  (as above)
+            _LOG.exception("a step of the rollout engine failed")
             return ("failed", f"{type(error).__name__}: {error}"), []
         return ("done", None), ended if self._tenants.is_output else []

@@ -108,4 +108,5 @@ class ServiceRanks:
         with contextlib.ExitStack() as stack:
             self.run_on_first(lambda: stack.enter_context(model_folder.building(folder)))
             yield folder.with_name(f"{folder.name}.partial")
-        self.run_on_first(lambda: None)
+            # the others wait for the complete folder, and raise what goes wrong with it
+            self.run_on_first(stack.close)

@@ -6,6 +6,7 @@ nothing is requested. So requests, losses and weight syncs need no code of their
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
+from mindspeed_rl.serving.replies import ServerClient
 from mindspeed_rl.serving.server_process import ServerSettings
 from mindspeed_rl.serving.servers import RolloutServers, ServerProcesses
 from mindspeed_rl.serving.weight_sync import WeightSync
@@ -54,6 +56,7 @@ class ElasticServers:
         """
         self._processes, self._pool, self._loop = processes, pool, loop
         self._restarts_left, self._report = restarts, report
+        self._lost: list[str] = []  # ended, and not started again yet
         self._asleep = ServerPool(timeout_s=timeout_s, on_lost=lambda name, reason: report(f"{name} was taken out: {reason}"))
         self.weights = WeightSync(self._asleep, loop, lambda: None, num_trainers=num_trainers, timeout_s=timeout_s)
 
@@ -94,12 +97,20 @@ class ElasticServers:
         """
         self._loop.run(self._asleep.pause("abort"))  # which it stays: nothing is requested here
         self._collect()
+        self._end_lost()
 
     def _collect(self) -> None:
-        """Add the servers that were started, and let them sleep."""
+        """Add the servers that were started, and let them sleep.
+
+        Raises:
+            WorkerError: one does not start, or does not answer.
+        """
         for client, metadata in self._processes.collect():
             self.weights.num_workers[client.name] = metadata.num_workers
-            self._loop.run(self._asleep.add(client))
+            try:
+                self._loop.run(self._asleep.add(client))
+            except ServerLostError as error:
+                raise WorkerError(f"{client.name} failed to start: {error}") from error
             self._loop.run(self._sleep(client.name))
 
     def wake(self, sync: Callable[[WeightSync], None]) -> tuple[int, int]:
@@ -118,6 +129,7 @@ class ElasticServers:
         self._replace_lost()
         # the cache only after the sync: the trainers' weights are on the device until then
         loop.run(self._call_all("wake", part="weights"))
+        self._end_lost()
         if not self._asleep.names:
             return 0, 0
         try:
@@ -134,14 +146,12 @@ class ElasticServers:
         await self._call_all("wake", part="cache")
         await self._call_all("resume")
         num_joined = 0
-        for name in self._asleep.names:
-            if (client := await self._asleep.withdraw(name)) is None:
-                continue
+        for client in await self._asleep.withdraw(self._asleep.names):
             try:
                 await pool.add(client)
                 num_joined += 1
             except ServerLostError as error:
-                self._report(f"{name} was taken out: {error}")
+                self._report(f"{client.name} was taken out: {error}")
         num_moved = pool.rebalance()
         _LOG.info("%d %ss have joined the rollout, with %d of its requests", num_joined, _TITLE, num_moved)
         return num_joined, num_moved
@@ -149,17 +159,19 @@ class ElasticServers:
     def sleep(self) -> None:
         """Take the servers off the devices; what they were generating continues on the others."""
         self._loop.run(self._leave_rollout())
+        self._end_lost()
 
     async def _leave_rollout(self) -> None:
         pool = self._pool
-        for name in [name for name in pool.names if name in self._processes.actors]:
-            if (client := await pool.withdraw(name)) is None:
-                continue
-            try:
-                await self._asleep.add(client)
-                await self._sleep(name)
-            except ServerLostError as error:
-                self._report(f"{name} was taken out: {error}")
+        clients = await pool.withdraw([name for name in pool.names if name in self._processes.actors])
+        await asyncio.gather(*map(self._offload, clients))
+
+    async def _offload(self, client: ServerClient) -> None:
+        try:
+            await self._asleep.add(client)
+            await self._sleep(client.name)
+        except ServerLostError as error:
+            self._report(f"{client.name} was taken out: {error}")
 
     async def _sleep(self, name: str) -> None:
         """Offload an engine; one that fails to is removed."""
@@ -169,14 +181,22 @@ class ElasticServers:
 
     async def _call_all(self, call: str, **arguments: object) -> None:
         """Call all servers; remove those that fail."""
-        for name in self._asleep.names:
-            with contextlib.suppress(ServerLostError):
-                await self._asleep.call(name, call, **arguments)
+        calls = [self._asleep.call(name, call, **arguments) for name in self._asleep.names]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(error, BaseException) and not isinstance(error, ServerLostError):
+                raise error
+
+    def _end_lost(self) -> None:
+        """End lost servers now, because a process that hangs keeps its memory of the trainers' devices."""
+        for name in [name for name in self._processes.actors if name not in self._asleep.names]:
+            self._processes.end(name)
+            self._lost.append(name)
 
     def _replace_lost(self) -> None:
         """Start lost servers again, while restarts are left; the trainers are off the devices as far as they ever are."""
-        for name in [name for name in self._processes.actors if name not in self._asleep.names]:
-            self._processes.end(name)
+        self._end_lost()
+        lost, self._lost = self._lost, []
+        for name in lost:
             if self._restarts_left <= 0:
                 continue
             self._restarts_left -= 1
@@ -186,8 +206,7 @@ class ElasticServers:
             self._collect()
         except WorkerError as error:
             self._report(f"{error}; the rollout continues without it")
-            for name in [name for name in self._processes.actors if name not in self._asleep.names]:
-                self._processes.end(name)
+            self._end_lost()
 
     def close(self) -> None:
         """End the engines."""

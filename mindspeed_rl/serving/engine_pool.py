@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -222,20 +222,23 @@ class ServerPool:
         self._note_idle(member)
         return requests
 
-    async def withdraw(self, name: str) -> ServerClient | None:
-        """Take out a server that is not lost, and return its client; None where it was lost.
+    async def withdraw(self, names: Sequence[str]) -> list[ServerClient]:
+        """Take out servers, and return the clients of those that were not lost before.
 
-        Its requests continue on others, from the tokens that they have; it aborts them. Unlike a loss this may happen to a
-        request any number of times.
+        Their requests continue on others, from the tokens that they have; the servers abort them. Unlike a loss this may happen
+        to a request any number of times.
         """
-        member = self._members.pop(name, None)
-        if member is None:
-            return None
-        self.waiting += self._end_member(member)
+        members = [self._members.pop(name) for name in names if name in self._members]
+        # all at once: a request that moved to the next server to go would be computed again twice
+        for member in members:
+            self.waiting += self._end_member(member)
         self._assign_waiting()
-        with contextlib.suppress(ServerLostError):  # who uses it next finds out
-            await self._call(member.server, "drop", "abort its requests", {})
-        return member.server
+        calls = [self._call(member.server, "drop", "abort its requests", {}) for member in members]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            # the next user of a server that does not answer finds out
+            if isinstance(error, BaseException) and not isinstance(error, ServerLostError):
+                raise error
+        return [member.server for member in members]
 
     def rebalance(self) -> int:
         """Move requests to servers with fewer remaining tokens, after others joined; return how many moved.
@@ -470,6 +473,10 @@ class ServerPool:
         wait_s = min(_POLL_S, self._timeout_s / 4)
         while True:
             news = await self._call(server, "news", "report its events", {"after": last, "wait_s": wait_s}, wait_s)
+            # `wait_for` of Python 3.11 and earlier ignores a cancellation at the moment of its result; a second poll of a
+            # server that has another pool by then would take events away from that pool's
+            if self._members.get(server.name) is not member:
+                return
             # an answer from before a weight sync may arrive after it; what it brings is sent again with the next one
             is_other = not self._paused and self.version >= 0 and news.version != self.version
             if is_other and was_other:

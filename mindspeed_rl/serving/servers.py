@@ -108,6 +108,8 @@ class ServerProcesses:
         self.actors: dict[str, ActorHandle[ServerProcess]] = {}
         self._starting: dict[str, ObjectRef[dict[str, object]]] = {}
         self._slots, self._placement = list(slots), None
+        for index in range(count if slots else 0):
+            self._list_slots(index)  # before any starts
         if not slots:
             bundle = {"CPU": tensor, **self._resources}
             self._placement: PlacementGroup | None = placement_group([bundle] * count, strategy="PACK")
@@ -120,6 +122,20 @@ class ServerProcesses:
         for index in range(count):
             self.start(index)
 
+    def _list_slots(self, index: int) -> list[tuple[str, list[str]]]:
+        """Return the devices of a server that shares them.
+
+        Raises:
+            ValueError: they are on several machines.
+        """
+        mine = self._slots[index * self._tensor : (index + 1) * self._tensor]
+        if len({node for node, _ in mine}) > 1:
+            raise ValueError(
+                f"{self._settings.title} {index}: its {self._tensor} devices (infer_tensor_parallel_size, or "
+                "judge_tensor_parallel_size) are on several machines; give each machine a multiple of them"
+            )
+        return mine
+
     def start(self, index: int) -> None:
         """Start the server with this index, without waiting for it."""
         name, devices = f"{self._settings.title} {index}", None
@@ -127,12 +143,7 @@ class ServerProcesses:
         if self._placement is not None:
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
         else:
-            mine = self._slots[index * self._tensor : (index + 1) * self._tensor]
-            if len({node for node, _ in mine}) > 1:
-                raise ValueError(
-                    f"{name}: its {self._tensor} devices (infer_tensor_parallel_size, or judge_tensor_parallel_size) are on "
-                    "several machines; give each machine a multiple of them"
-                )
+            mine = self._list_slots(index)
             strategy, devices = NodeAffinitySchedulingStrategy(mine[0][0], soft=False), [id for _, ids in mine for id in ids]
         shared = devices is not None
         remote = ray.remote(ServerProcess).options(

@@ -156,4 +156,15 @@ def compare_company(folder: Path, budget: int, orders: Sequence[str]) -> dict[st
             differing += [f"{name} in {order}" for name, result in zip(order, results) if read(name, result) != alone[name]]
         *others, refused = models.run_passes([calls["a"], calls["c"], broken])
         differing += [f"{name} with a broken one" for name, result in zip("ac", others) if read(name, result) != alone[name]]
-        return {"differing": differing, "joined": models.num_joined_passes, "refused": read("d", refused)}
+        joined, compute = models.num_joined_passes, models._engine.compute_requests
+
+        def fail_together(requests: Any, *arguments: Any, **keywords: Any) -> Any:
+            computed = compute(requests, *arguments, **keywords)
+            if len(requests) > 1:
+                raise RuntimeError("for the test, with all gradients computed")
+            return computed
+
+        models._engine.compute_requests = fail_together  # type: ignore[method-assign]
+        results = models.run_passes([calls["a"], calls["c"]])
+        differing += [f"{name} after a failure" for name, result in zip("ac", results) if read(name, result) != alone[name]]
+        return {"differing": differing, "joined": joined, "refused": read("d", refused)}

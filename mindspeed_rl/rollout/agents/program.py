@@ -101,7 +101,9 @@ class VerifiersEpisodes:
                 reward = None
                 if agents is None:
                     raise EpisodeError("rl_config.agent_loop roles needs release 0.4 of verifiers: earlier ones have no agents")
-            elif agents is not None:  # the reward is the episode's
+            if agents is not None and not tree.has_turn_of(agents):
+                raise EpisodeError("none of its turns is of an agent that trains: no request had the session of one")
+            if agents is not None and not self._has_roles:  # the reward is the episode's
                 agents = {session: replace(run, reward=None) for session, run in agents.items()}
         except Exception as error:  # noqa: BLE001  # your environment may raise anything: the sample has failed, not the run
             return tree.end(failure=f"environment: {type(error).__name__}: {error}")

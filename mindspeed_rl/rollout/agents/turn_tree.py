@@ -250,6 +250,10 @@ class TurnTree:
             events=tuple(_list_events(nodes, placed, agents or {}, has_rewards=not is_graded)),
         )
 
+    def has_turn_of(self, agents: Mapping[str, AgentRun]) -> bool:
+        """Return whether a turn is of an agent that trains."""
+        return any(node.session in agents and agents[node.session].trains for node in self._nodes)
+
     def _assign(self, agents: Mapping[str, AgentRun]) -> list[_Node]:
         """Give the last turn of each run its reward; return the turns that train."""
         last = {node.session: node for node in self._nodes}

@@ -427,6 +427,14 @@ def _elastic(run: Run) -> Iterator[Broken]:
             "started and not trained",
             {"elastic_rollout_high": ahead},
         )
+    if rl.parameter_sync_step > 1:
+        yield violate(
+            "elastic_sync_step",
+            f"[{key}:name] needs [parameter_sync_step] 1: between two weight syncs the trainers have newer weights than the "
+            "other servers, and the servers on their devices would generate with these under the older version",
+            {"parameter_sync_step": 1},
+            {key: False},
+        )
     roles = {"actor_config": run.config.actor_config, "critic_config": run.config.critic_config}
     for group in [group for group, role in roles.items() if role is not None and role.async_save]:
         yield violate(

@@ -460,7 +460,9 @@ def test_no_message_and_no_schema_of_a_program_has_tokens_of_marks() -> None:
 # --- several agents -------------------------------------------------------------------------------------------------------
 
 
-def played_by_agents(agents: Mapping[str, AgentRun] | None) -> tuple[Trajectory, Writer]:
+def played_by_agents(
+    agents: Mapping[str, AgentRun] | None, see: Callable[[TurnTree], object] = lambda tree: None
+) -> tuple[Trajectory, Writer]:
     """A solver of two turns and a user that reads the same conversation as the solver, each with a session."""
 
     async def run() -> tuple[Trajectory, Writer]:
@@ -475,6 +477,7 @@ def played_by_agents(agents: Mapping[str, AgentRun] | None) -> tuple[Trajectory,
                 await session.chat(QUESTION, extra_headers={"X-Session-ID": "s"})
                 await session.chat(conversation, extra_headers={"X-Session-ID": "u"})
                 await session.chat(conversation, extra_headers={"X-Session-ID": "s"})
+            see(tree)
             return tree.end(final_reward=None if agents else 0.5, agents=agents), writer
         finally:
             await tree.close()
@@ -495,6 +498,16 @@ def test_turns_of_an_agent_that_does_not_train_are_left_out_and_each_agent_has_i
     assert events == [("solver", None, None), ("solver", 0, 1.0)]
     response = trajectory.token_ids
     assert [tuple(response[event.start : event.stop]) for event in trajectory.events] == sampled
+
+
+def test_an_episode_without_a_turn_of_an_agent_that_trains_is_found() -> None:
+    trees: list[TurnTree] = []
+    played_by_agents(None, trees.append)
+    solver, user = AgentRun("solver", 1.0, trains=True), AgentRun("user", 0.25, trains=False)
+    assert trees[0].has_turn_of({"s": solver, "u": user})
+    assert not trees[0].has_turn_of({"u": user})
+    # as where a program sends no sessions: all turns would be left out
+    assert not trees[0].has_turn_of({"other": solver})
 
 
 def test_agents_that_train_have_sequences_of_their_own_although_they_read_the_same() -> None:

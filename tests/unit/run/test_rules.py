@@ -505,6 +505,7 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: {"elastic_rollout": True}}, "elastic_mode", ["needs rl_config.trainer_mode async", "in sync"]),
     ({R: {"elastic_rollout": True, "trainer_mode": "one_step_off"}}, "elastic_mode", ["in one_step_off", "repeats exactly"]),
     ({R: ELASTIC | {"elastic_rollout_high": 2.5}}, "elastic_high", ["elastic_rollout_high (2.5) may be at most 2:"]),
+    ({R: ELASTIC | {"parameter_sync_step": 2}}, "elastic_sync_step", ["elastic_rollout needs", "parameter_sync_step (2)"]),
     (
         {R: ELASTIC | {"elastic_rollout_high": 4.5, "parameter_sync_step": 2}},
         "elastic_high",

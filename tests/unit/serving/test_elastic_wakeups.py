@@ -184,6 +184,53 @@ def test_without_a_single_one_the_rollout_goes_on(loop: LoopThread) -> None:
     assert run.wake(3) == (0, 0) and run.processes.actors == {}
 
 
+def test_an_engine_that_does_not_leave_its_device_is_ended_before_the_trainers_need_it(loop: LoopThread) -> None:
+    run = Run(loop)
+
+    async def fail() -> None:
+        raise RuntimeError("no host memory")
+
+    run.processes.actors["elastic server 0"].engine.sleep = fail
+    assert run.wake(1)[0] == 2
+    # hangs while it helps: the device has its memory until the process ends
+    run.processes.actors["elastic server 1"].gone = True
+    while "elastic server 1" in run.pool.names:
+        loop.run(asyncio.sleep(0.01))
+    run.elastic.sleep()
+    assert sorted(run.processes.ended) == ["elastic server 0", "elastic server 1"] and run.processes.actors == {}
+    # one restart is left for the two
+    assert run.wake(2)[0] == 1
+
+
+def test_requests_of_engines_that_leave_together_do_not_visit_one_another(loop: LoopThread) -> None:
+    run = Run(loop)
+    asked = [loop.start(run.pool.generate((number, 7), FOUR, number)) for number in range(9)]
+    run.wake(1)
+    helpers = list(run.processes.actors.values())
+    while sum(len(server.engine.running) for server in helpers) < 6:
+        loop.run(asyncio.sleep(0.01))
+    run.elastic.sleep()
+    assert [len(server.engine.seen) for server in helpers] == [3, 3]
+    loop.run(release(run.own, 400))
+    assert all(future.result(timeout=20).finish == "length" for future in asked)
+
+
+def test_a_started_engine_that_does_not_answer_ends_a_start_by_its_name_but_no_rollout(loop: LoopThread) -> None:
+    run = Run(loop)
+    run.processes.actors["elastic server 0"].reports = WRONG
+    assert run.wake(1)[0] == 1
+    run.elastic.sleep()
+    start = run.processes.start
+
+    def start_gone(index: int) -> None:
+        start(index)
+        run.processes.actors[f"elastic server {index}"].gone = True
+
+    run.processes.start = start_gone
+    assert run.wake(2)[0] == 1
+    assert any("elastic server 0 failed to start" in line and "continues without it" in line for line in run.lines)
+
+
 def test_the_failure_of_a_trainer_in_the_sync_is_raised(loop: LoopThread) -> None:
     run = Run(loop)
 

@@ -155,18 +155,42 @@ def test_a_server_is_withdrawn_any_number_of_times_and_no_request_is_given_up_fo
             await until(lambda: sum(len(server.engine.running) for server in servers) == 6)
             server = servers[turn % 2]
             had = len(pool._members[server.name].requests)
-            assert await pool.withdraw(server.name) is server
+            assert await pool.withdraw([server.name]) == [server]
             check_loads(pool)
             assert had and not server.engine.running and len(pool._members[servers[1 - turn % 2].name].requests) == 6
             await pool.add(server)
             pool.rebalance()
-        assert await pool.withdraw("another") is None
+        assert await pool.withdraw(["another"]) == []
         for server in servers:
             server.engine.release(100)
         assert await asyncio.gather(*asked) == [whole((number, 7), number) for number in range(6)]
         assert pool.lost == []
 
     in_pool(body, max_moves=0)
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+def test_the_poll_of_a_server_ends_with_its_withdrawal_also_where_a_reply_arrives_at_that_moment(num_turns: int) -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        (server,) = servers
+        gate = asyncio.get_running_loop().create_future()
+        news = server.service.news
+
+        async def wait(after: int, wait_s: float) -> dict[str, object]:
+            await gate
+            return await news(after, 0.0)
+
+        server.service.news = wait  # type: ignore[method-assign]
+        await until(lambda: "news" in server.calls)
+        gate.set_result(None)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        assert await pool.withdraw([server.name]) == [server]
+        count = server.calls.count("news")
+        await asyncio.sleep(0.1)
+        assert server.calls.count("news") == count
+
+    in_pool(body, num_servers=1)
 
 
 def test_a_server_that_does_not_answer_is_taken_out_within_its_deadline_and_named() -> None:

@@ -53,7 +53,7 @@ class Trainers:
 
     def sleep(self) -> list[WorkerReport]:
         self.levels.append((self._woke, len(self.source._ready)))
-        self._clock.run(self._pool.withdraw(self._server.name))
+        self._clock.run(self._pool.withdraw([self._server.name]))
         self._clock.run(asyncio.sleep(SLEEP_S))
         self.num_tokens += self._server.engine.num_tokens
         return []
