@@ -17,9 +17,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 1920.0
 
 
 class Outage:
-    """Whether a judge replies; all requests to it are reported here.
+    """The record of whether a judge replies; all requests to it are reported here.
 
-    A reply is whatever the server sends, also a refusal. A request without one counts where the judge has replied to no
+    A reply is whatever the server sends, also a refusal, but for a status of overload or of a gateway. A request without one counts where the judge has replied to no
     other request since it was sent: a busy judge that replies to some is not left alone.
 
     Args:
