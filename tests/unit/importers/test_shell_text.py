@@ -66,6 +66,7 @@ SCRIPTS = {
     "words between commas and blanks": "IFS=' ,'; X=' a , b  c,'; show $X; unset IFS; show $X; IFS=$'\\n'; X='a b'; show $X",
     "words of brackets": 'A=(1 2 3); D=$(IFS=,; echo "${A[*]}"); show $D "${A[*]}"; set -- a b; IFS=-; show "$*"',
     "towards zero": "show $((-7 / 2)) $((-7 % 3)) $((7 / -2)) $((7 % -3)) $((-(7 / 2)))",
+    "numbers with a base": "X=08; show $((10#$X+1)) $((10#007)) $((2#101))",
     "braces": 'X=v; show {1,2}x pre{a,b}post {1..3} {3..1} {01..03} a{b,{c,d}}e "{a,b}" {a:1} {a} ${X}{1,2} \\{a,b}',
     "braces of arrays": 'A=(d/{a,b}.json {x,"y z"}); show "${A[@]}"; R=""; for F in p{1,2} q; do R+=$F; done; show $R',
     "home": 'HOME=/h; A=~/x; show ~/y ~ "~/z" a~ --k=~/w $A',
