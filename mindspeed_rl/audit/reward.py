@@ -25,12 +25,11 @@ from mindspeed_rl.audit.cheats import CHEATS, FORMS, LABEL_CHEATS, MUTATIONS, WH
 from mindspeed_rl.audit.judges import JudgedRow
 from mindspeed_rl.audit.marked import MarkedResponses
 from mindspeed_rl.audit.report import AuditReport, Section
-from mindspeed_rl.config import RLConfig
 from mindspeed_rl.rewards.answers.extraction import extract_final_answer
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.audit_rewards import derive_audit_rewards
+from mindspeed_rl.run.audit_rewards import derive_audit_rewards, derive_audit_settings
 from mindspeed_rl.run.machine import check_judges, check_server
 from mindspeed_rl.texts import cut_middle
 from mindspeed_rl.thoughts import remove_thought
@@ -357,13 +356,13 @@ def select_functions(run: Run) -> tuple[list[str], list[float], list[str]]:
     return names, weights, skipped
 
 
-def make_settings(run: Run, rewards: RLConfig | None = None) -> RewardSettings:
+def make_settings(run: Run, rewards: RewardSettings | None = None) -> RewardSettings:
     """Return the settings of rewards for an audit, which counts failures itself.
 
     Args:
-        rewards: keys of the rewards; None for the run's own.
+        rewards: settings of the stricter check; None for the run's own rewards.
     """
-    settings = RewardSettings.from_config(rewards or run.rl, max_tokens=run.config.response_limit)
+    settings = rewards or RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit)
     return replace(settings, reward_failure_limit=1.0, reward_failure_policy="drop")
 
 
@@ -461,9 +460,8 @@ def _open_strict(
         except ValueError as error:
             audit.skipped.append(f"the stricter check: {error}")
             return None
-    rewards = derive_audit_rewards(run.rl, keys)
-    names, weights = select_reward_functions(rewards)
-    settings = replace(make_settings(run, rewards), judge_weight=1.0)
+    names, weights = select_reward_functions(derive_audit_rewards(run.rl, keys))
+    settings = make_settings(run, derive_audit_settings(run.rl, keys, max_tokens=run.config.response_limit))
     pool = stack.enter_context(RewardPool(names, weights, settings=settings))
     return _Strict(_Scorer(run, pool, tokenizer, columns), math.fsum(weight for weight in weights if weight > 0))
 

@@ -12,7 +12,11 @@ from mindspeed_rl.data.templates import Thinking, choose_thinking
 
 #: a number of processes that any machine can start; all of them are forked at once
 _MAX_WORKERS = 64
-_VIDEO_COUNTS = ("video_min_frames", "video_max_frames", "video_min_pixels", "video_max_pixels")
+#: whole numbers, at least 1 where they are set
+_COUNTS = (
+    "seq_length", "max_samples", "min_pixels", "max_pixels", "video_min_frames", "video_max_frames", "video_min_pixels",
+    "video_max_pixels",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,6 @@ class PreprocessConfig:
             raise ValueError(f"workers={self.workers} must be at most {limit} on this machine")
         if self.video_fps is not None and not 0 < self.video_fps < math.inf:
             raise ValueError(f"video_fps={self.video_fps} must be above 0, in frames per second")
-        for name in ("seq_length", "max_samples", *_VIDEO_COUNTS):
+        for name in _COUNTS:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -76,8 +76,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     local = check_tokenizer_files(path)
     if not local and (name := parse_hub_name(str(path))) is not None:
         path, local = fetch(name, "tokenizer_name_or_path", "tokenizer"), True
-    is_plain_folder = local and use_fast and not trust_remote_code and _names_plain_class(Path(path).expanduser())
+    is_plain_folder = False
     try:
+        is_plain_folder = local and use_fast and not trust_remote_code and _names_plain_class(Path(path).expanduser())
         # not by AutoTokenizer, which first imports the model's configuration, and with it 1,000 modules
         kind: Any = plain_tokenizer() if is_plain_folder else auto_tokenizer()
         tokenizer: Any = kind.from_pretrained(

@@ -218,9 +218,8 @@ class VideoRules:
     def _check_limits(self, given: MediaLimits) -> None:
         """Raise ValueError where the limits of a run, with the processor's others, leave nothing."""
         step, unit = self.temporal_patch_size, self.factor**2 * (self.temporal_patch_size if self.sums_frames else 1)
-        least = step
-        for name, low, high, fewest, of in (
-            ("frames", self.min_frames, self.max_frames, least, f"frames of this model come in steps of {step}"),
+        for name, low, high, fewest, reason in (
+            ("frames", self.min_frames, self.max_frames, step, f"frames of this model come in steps of {step}"),
             ("pixels", self.min_pixels, self.max_pixels, unit, f"a token of this model has {unit} pixels"),
         ):
             if not low <= high or high < fewest:
@@ -229,7 +228,7 @@ class VideoRules:
                     for end, value in (("min", low), ("max", high))
                 ]
                 raise ValueError(
-                    f"{', '.join(sources)}: {of}, so the most {name} are {fewest} or more, and not below the fewest"
+                    f"{', '.join(sources)}: {reason}; the maximum must be at least {fewest}, and not below the minimum"
                 )
 
     def describe(self) -> str:

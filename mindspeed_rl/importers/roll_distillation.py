@@ -28,12 +28,12 @@ def describe_distillation(run: Import, command: SourceCommand, shared: Recipe, r
     Raises:
         ConfigError: a value that ROLL does not have, or the rows are not in a file of the user.
     """
-    weight, topk = command.number("distill_loss_weight", 0.5), int(command.number("logits_topk", 64))
+    weight = command.number("distill_loss_weight", 0.5)
     if not 0 < weight <= 1:
         raise ConfigError([f"distill_loss_weight is {weight:g}, but must be above 0 and at most 1; 0 is the pipeline of SFT"])
-    if topk < 1:
+    if command.number("logits_topk", 64) == 0:
         raise ConfigError(["logits_topk: not available here: the divergence over the whole vocabulary; write a number"])
-    kind = command.text("kd_objective", "forward_kl")
+    topk, kind = command.count("logits_topk", 64), command.text("kd_objective", "forward_kl")
     if kind not in _DIVERGENCES:
         raise ConfigError([f"kd_objective {kind}: not available here; {', '.join(_DIVERGENCES)} are"])
     teacher = command.text("teacher.model_args.model_name_or_path") or command.text("teacher_pretrain")

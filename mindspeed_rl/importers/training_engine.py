@@ -29,7 +29,8 @@ _REASON = "{} divides every weight over all devices, as this engine does; megatr
 _FSDP = {f"{ACTOR}.engine": "fsdp"}
 #: form of a model that the engine does not compute -> names of published models that have it
 _FORMS = {
-    "images of another kind than Qwen's": r"vision|omni|llava|internvl|minicpm|gemma-?[34]-",
+    "images of another kind than Qwen's": r"(?<!qwen2\.5[-_])(?<!qwen2_5[-_])(?<!qwen3[-_])(?<![a-z])vl\d*(?![a-z])"
+    r"|vision|omni|llava|internvl|minicpm|gemma-?[34]-",
     "experts that transformers keeps transposed": r"gpt-?oss",
 }
 #: the same where the tokens of a row are divided over devices

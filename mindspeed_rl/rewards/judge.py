@@ -335,7 +335,9 @@ class Judge:
 
     def __init__(self, settings: RewardSettings) -> None:
         self.form = JudgeForm(settings)
-        judges = list_judges(settings.judge_url, settings.judge_model, settings.judge_panel)
+        judges = list_judges(
+            settings.judge_url, settings.judge_model, settings.judge_panel, key_variables=settings.judge_key_variables
+        )
         outages = {judge.name: Outage(judge.name) for judge in judges}
         limit_s, temperature = settings.judge_timeout_s, settings.judge_temperature
         #: a client per vote

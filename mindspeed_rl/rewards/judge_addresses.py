@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from mindspeed_rl.redaction import hide_in_text
 
-_API_KEY_VARIABLE = "JUDGE_API_KEY"
+#: environment variable with the key of the first judge
+API_KEY_VARIABLE = "JUDGE_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class JudgeAddress:
     url: str
     model: str | None
     where: str = "rl_config.judge_url"
-    key_variables: tuple[str, ...] = (_API_KEY_VARIABLE,)
+    key_variables: tuple[str, ...] = (API_KEY_VARIABLE,)
 
     @property
     def server(self) -> str:
@@ -54,12 +55,19 @@ def split_address(text: str) -> tuple[str, str | None]:
 
 
 def list_judges(
-    url: str | None, model: str | None, panel: Sequence[str] = (), further: Sequence[str] = ()
+    url: str | None,
+    model: str | None,
+    panel: Sequence[str] = (),
+    further: Sequence[str] = (),
+    key_variables: tuple[str, ...] = (API_KEY_VARIABLE,),
 ) -> list[JudgeAddress]:
     """Return the judge at `judge_url`, those of `judge_panel`, and further ones of a command's option `--judge`.
 
     A judge has the name of its model, else its place among all; the key of the first is in JUDGE_API_KEY, and of the second in
     JUDGE_API_KEY_2: no server gets the key of another one.
+
+    Args:
+        key_variables: variables with the key of the first judge, where it is not that of `rl_config.judge_url`.
 
     Raises:
         ValueError: there is no address, one is no http(s) address, or a judge is there twice.
@@ -80,9 +88,9 @@ def list_judges(
                 f"{where} has {name or 'the model'} at {hide_in_text(address)} a second time; rl_config.judge_repeats asks a "
                 "judge several times"
             )
-        mine = (_API_KEY_VARIABLE,) if index == 1 else (f"{_API_KEY_VARIABLE}_{index}",)
+        mine = key_variables if index == 1 else (f"{API_KEY_VARIABLE}_{index}",)
         if judges and parts.netloc == urlsplit(judges[0].url).netloc and parts.scheme == urlsplit(judges[0].url).scheme:
-            mine = (*mine, _API_KEY_VARIABLE)
+            mine = (*mine, *key_variables)
         judge = JudgeAddress(f"judge {index}" if name is None else name, address, name, where, mine)
         while judge.part in [one.part for one in judges]:
             judge = replace(judge, name=f"{judge.name} ({index})")

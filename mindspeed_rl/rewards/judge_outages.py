@@ -17,10 +17,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 1920.0
 
 
 class Outage:
-    """Whether a judge replies; all requests to it are reported here.
+    """Count requests without a reply of a judge; all requests to it are reported here.
 
-    A reply is whatever the server sends, also a refusal. A request without one counts where the judge has replied to no
-    other request since it was sent: a busy judge that replies to some is not left alone.
+    A reply is whatever the server sends, also a refusal, but for a status of overload or of a gateway. A request without one
+    counts where the judge has replied to no other request since it was sent: a busy judge that replies to some is not left
+    alone.
 
     Args:
         name: name of the judge, for messages.

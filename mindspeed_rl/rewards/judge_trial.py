@@ -20,7 +20,9 @@ def try_judges(settings: RewardSettings, sample: RewardSample) -> list[str]:
     Raises:
         ValueError: the judges that reply have fewer votes than a response needs.
     """
-    judges = list_judges(settings.judge_url, settings.judge_model, settings.judge_panel)
+    judges = list_judges(
+        settings.judge_url, settings.judge_model, settings.judge_panel, key_variables=settings.judge_key_variables
+    )
     form = JudgeForm(settings)
     try:
         request = form.write_request(sample)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed_rl.bounds import LARGEST_FLOAT32
+from mindspeed_rl.rewards.judge_addresses import API_KEY_VARIABLE
 
 if TYPE_CHECKING:  # worker processes import this file and need no configuration, which would take them 0.1 s
     from mindspeed_rl.config.keys.rl import RLConfig
@@ -82,6 +83,7 @@ class RewardSettings:
             total 0.0 ("zero").
         reward_failure_limit: fraction of failed samples (of the last 1024) above which scoring raises; 1.0 never raises.
         external_plugins: Python files that register names; they run in every worker.
+        judge_key_variables: environment variables that may have the key of the server at `judge_url`.
     """
 
     max_tokens: int = 2048
@@ -99,6 +101,7 @@ class RewardSettings:
     judge_rubric: str | None = None
     judge_rubric_score: Literal["weighted", "mean", "all", "any"] = "weighted"
     judge_panel: tuple[str, ...] = ()
+    judge_key_variables: tuple[str, ...] = (API_KEY_VARIABLE,)
     judge_repeats: int = 1
     judge_temperature: float = 0.0
     judge_vote: Literal["mean", "median", "majority", "min"] = "mean"
@@ -135,6 +138,7 @@ class RewardSettings:
             "num_reward_workers": rl.num_reward_workers if rl.num_reward_workers is not None else rl.verifier_parallel,
             "external_plugins": tuple(rl.external_plugins),
             "judge_panel": tuple(rl.judge_panel),
+            "judge_key_variables": (API_KEY_VARIABLE,),
         }
         # by name, so that a new key needs only a field
         copied = {f.name: getattr(rl, f.name) for f in fields(cls) if f.name not in derived}
@@ -145,7 +149,7 @@ class RewardSettings:
         """Return the settings that were sent to a process."""
         values: dict[str, Any] = {f.name: message[f.name] for f in fields(cls)}
         # msgpack has no tuples
-        values |= {name: tuple(values[name]) for name in ("external_plugins", "judge_panel")}
+        values |= {name: tuple(values[name]) for name in ("external_plugins", "judge_panel", "judge_key_variables")}
         return cls(**values)
 
     def __post_init__(self) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.keys.audit import AuditKeys
+from mindspeed_rl.rewards.judge_addresses import API_KEY_VARIABLE
+from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.tools.environment_check import ENVIRONMENT_CHECK
+
+#: environment variable with the key of the judge at `audit.judge_url`
+_AUDIT_KEY_VARIABLE = "AUDIT_JUDGE_API_KEY"
 
 
 def derive_audit_rewards(rl: RLConfig, audit: AuditKeys) -> RLConfig:
@@ -33,3 +39,17 @@ def derive_audit_rewards(rl: RLConfig, audit: AuditKeys) -> RLConfig:
         overlong_buffer_enable=False,
         missing_eos_penalty=0.0,
     )
+
+
+def derive_audit_settings(rl: RLConfig, audit: AuditKeys, *, max_tokens: int) -> RewardSettings:
+    """Return the settings of the stricter check; its judge has a key of its own, or the run's at the run's server.
+
+    Args:
+        max_tokens: the generation limit.
+    """
+    settings = RewardSettings.from_config(derive_audit_rewards(rl, audit), max_tokens=max_tokens)
+    variables = [_AUDIT_KEY_VARIABLE]
+    if rl.judge_url is not None and audit.judge_url is not None:
+        own, other = urlsplit(audit.judge_url), urlsplit(rl.judge_url)
+        variables += [API_KEY_VARIABLE] if (own.scheme, own.netloc) == (other.scheme, other.netloc) else []
+    return replace(settings, judge_key_variables=tuple(variables))

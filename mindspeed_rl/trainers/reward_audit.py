@@ -23,7 +23,7 @@ from mindspeed_rl.rewards.totals import list_components, read_part_weights
 from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.audit_rewards import derive_audit_rewards
+from mindspeed_rl.run.audit_rewards import derive_audit_rewards, derive_audit_settings
 from mindspeed_rl.thoughts import remove_thought
 from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.evaluation import Evaluator
@@ -39,7 +39,9 @@ def open_audit_pool(run: Run) -> RewardPool | None:
     """Open the pool of the stricter functions; None for a run without an audit."""
     if not run.config.audit.has_check:
         return None
-    return RewardPool.from_config(derive_audit_rewards(run.rl, run.config.audit), max_tokens=run.config.response_limit)
+    functions, weights = select_reward_functions(derive_audit_rewards(run.rl, run.config.audit))
+    settings = derive_audit_settings(run.rl, run.config.audit, max_tokens=run.config.response_limit)
+    return RewardPool(functions, weights, settings=settings)
 
 
 @dataclass(frozen=True)

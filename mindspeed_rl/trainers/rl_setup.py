@@ -49,7 +49,7 @@ from mindspeed_rl.rewards.totals import read_part_weights
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.trajectory import make_trial_columns
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.audit_rewards import derive_audit_rewards
+from mindspeed_rl.run.audit_rewards import derive_audit_rewards, derive_audit_settings
 from mindspeed_rl.run.columns import list_worker_columns
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
 from mindspeed_rl.run.length import resolve_length
@@ -258,7 +258,7 @@ def _check_audit(run: Run, env: Mapping[str, str]) -> None:
         except ValueError as error:
             raise ValueError(str(error).replace("rl_config.environment", "audit.environment")) from error
     if audit.judge_prompt is not None:
-        JudgeForm(RewardSettings.from_config(rewards, max_tokens=run.config.response_limit))
+        JudgeForm(derive_audit_settings(run.rl, audit, max_tokens=run.config.response_limit))
 
 
 def _try_rewards(
@@ -293,11 +293,10 @@ def _try_judges(run: Run, sample: RewardSample) -> list[str]:
     if run.rl.judge_url is not None:
         warnings += try_judges(RewardSettings.from_config(run.rl, max_tokens=limit), sample)
     if run.config.audit.judge_url is not None:
-        strict = derive_audit_rewards(run.rl, run.config.audit)
         try:
-            try_judges(RewardSettings.from_config(strict, max_tokens=limit), sample)
+            try_judges(derive_audit_settings(run.rl, run.config.audit, max_tokens=limit), sample)
         except ValueError as error:
-            raise ValueError(str(error).replace("rl_config.judge_url", "audit.judge_url")) from error
+            raise ValueError(re.sub(r"rl_config\.(judge_(?:url|prompt|parser))", r"audit.\1", str(error))) from error
     return warnings
 
 

@@ -50,7 +50,7 @@ NO_EQUIVALENT: dict[str, str] = {
     "logger": "write rl_config.use_tensorboard, use_wandb or use_swanlab: true",
     "deepspeed": "engines are megatron and fsdp (megatron_training.engine); the closest is use_distributed_optimizer",
     "zero_stage": "engines are megatron and fsdp (megatron_training.engine); the closest is use_distributed_optimizer",
-    "fsdp": "write megatron_training.engine: fsdp, which trains dense models of text",
+    "fsdp": "write megatron_training.engine: fsdp (docs/engines.md has what it trains)",
     "infer_backend": "vLLM is the only rollout engine, vllm-ascend on NPUs; a server of LMDeploy or SGLang can be a judge "
     "(rl_config.judge_url) or a teacher that returns log-probs (rl_config.distillation.teacher_models)",
     "use_legacy_models": "Megatron-core's models are the only ones; mindspeed-rl convert reads weights of the older form, and "

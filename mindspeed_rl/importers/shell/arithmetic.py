@@ -31,10 +31,24 @@ _SIGNS: dict[type[ast.unaryop], Callable[[int], int]] = {
 _LIMIT = 64
 
 
+#: a number with its base, such as 10#08
+_BASED = re.compile(r"\b(\d{1,2})#([0-9A-Za-z]+)\b")
+
+
+def _read_based(match: re.Match[str]) -> str:
+    try:
+        return str(int(match[2], int(match[1])))
+    except ValueError:
+        return match[0]
+
+
 def evaluate(text: str) -> str | None:
     """Return the value of an expression without variables; None where it has no value that can be known."""
     if choice := re.fullmatch(r"([^?]*)\?([^:]*):(.*)", text, re.DOTALL):
         text = "({1}) if ({0}) else ({2})".format(*choice.groups())
+    text = _BASED.sub(_read_based, text)
+    if "#" in text:  # which begins a comment in Python
+        return None
     python = text.replace("&&", " and ").replace("||", " or ").replace("/", "//").strip()
     try:
         return str(int(_Expression().visit(ast.parse(python or "0", mode="eval").body)))

@@ -16,8 +16,10 @@ from mindspeed_rl.importers.shell.variables import NAME, Scope
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _BRACES = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9@*]+)(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
-_ITEMS = re.compile(r":\s*(\d+|\$\w+)(?::\s*(\d+|\$\w+))?")
+_ITEMS = re.compile(r":([^:]*)(?::([^:]*))?")
 _QUOTED = re.compile(r"""['"\\]""")
+#: quoted characters of a pattern, and classes of characters by name, which are not followed
+_UNREAD_PATTERN = re.compile(r"""\\[*?[]|["'][^"']*[*?]|\[\[:""")
 _STEP = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.*))\s*", re.DOTALL)
 #: characters that a backslash takes the meaning of within double quotes
 _ESCAPED = ("$", "`", '"', "\\", "\n")
@@ -30,10 +32,12 @@ class _Expansion:
 
     Attributes:
         kind: text is split at blanks unless it is quoted, a list has a word an item, words are split already.
+        separator: what is between the items where they are one word.
     """
 
     items: list[str]
     kind: Literal["text", "list", "words"] = "text"
+    separator: str = " "
 
     @classmethod
     def of_text(cls, text: str) -> _Expansion:
@@ -45,11 +49,13 @@ class _Words:
     """Words that grow from left to right.
 
     Attributes:
-        splits: text that is not quoted is split at blanks.
+        splits: text that is not quoted is split.
+        borders: characters at which it is; None for blanks.
         current: parts of the last word; empty where there is none yet.
     """
 
     splits: bool
+    borders: str | None
     done: list[str] = field(default_factory=list)
     current: list[str] = field(default_factory=list)
 
@@ -59,9 +65,10 @@ class _Words:
     def add(self, expansion: _Expansion, *, quoted: bool) -> None:
         items, kind = expansion.items, expansion.kind
         if kind != "list" and (quoted or not self.splits):
-            self.current.append(" ".join(items))
+            self.current.append(expansion.separator.join(items))
             return
-        parts = items if quoted or kind == "words" else [part for item in items for part in item.split()]
+        are_words = quoted or kind == "words"
+        parts = items if are_words else [part for item in items for part in _split_fields(item, self.borders)]
         for index, part in enumerate(parts):
             if index:
                 self.done.append("".join(self.current))
@@ -70,6 +77,18 @@ class _Words:
 
     def end(self) -> list[str]:
         return [*self.done, "".join(self.current)] if self.current else self.done
+
+
+def _split_fields(text: str, borders: str | None) -> list[str]:
+    """Split a text as the shell splits words at the characters of IFS: blanks among them belong together."""
+    if borders is None:
+        return text.split()
+    blanks, others = ("".join(char for char in borders if char.isspace() is kind) for kind in (True, False))
+    text = text.strip(blanks) if blanks else text
+    blank = f"[{re.escape(blanks)}]" if blanks else "(?!)"
+    border = rf"{blank}*[{re.escape(others)}]{blank}*|{blank}+" if others else f"{blank}+"
+    fields = re.split(border, text)
+    return fields if fields[-1] else fields[:-1]
 
 
 class Expander:
@@ -99,13 +118,13 @@ class Expander:
         """Return the words that a word with quotes and variables becomes.
 
         Args:
-            splits: text that is not quoted is split at blanks.
+            splits: text that is not quoted is split.
             blank_unset: an argument that is not given is empty.
 
         Raises:
             ValueError: a quote has no end.
         """
-        words, place = _Words(splits), 0
+        words, place = _Words(splits, self._read_borders()), 0
         if word[:1] == "~" and word[1:2] in ("", "/") and (home := self.scope.find("HOME")) is not None:
             words.add_text(str(home))
             place = 1
@@ -249,16 +268,25 @@ class Expander:
             chosen = self._choose_default(name, text if items else None, *default.groups())
             items = items if chosen == [text] else chosen
         elif cut := _ITEMS.fullmatch(rest):
-            bounds = [self.compute(bound) if bound else None for bound in cut.groups()]
+            bounds = [None if bound is None else self.compute(bound.strip() or "0") for bound in cut.groups()]
             if unknown := [bound for bound in bounds if list_unknown(bound)]:
                 items = [str(unknown[0])]
             else:
                 # the first of the arguments is $1, and $0 is the script
-                start = max(0, int(bounds[0] or 0) - (name in _ALL))
-                items = items[start : None if bounds[1] is None else start + int(bounds[1])]
+                start, first = int(bounds[0] or 0), int(name in _ALL)
+                start = max(0, start - first) if start >= 0 else len(items) + start
+                items = items[start : None if bounds[1] is None else start + int(bounds[1])] if start >= 0 else []
         elif rest and rest[0] in "#%/^,":
             items = [" ".join(self._change(name, item, rest, blank_unset=True)) for item in items]
-        return _Expansion.of_text(" ".join(items)) if joins else _Expansion(items, "list")
+        elif rest:
+            items = [self.scope.mark(name)]
+        separator = " " if (borders := self._read_borders()) is None else borders[:1]
+        return _Expansion(items, "text", separator) if joins else _Expansion(items, "list")
+
+    def _read_borders(self) -> str | None:
+        """Return the characters at which words are split, where the script sets them."""
+        value = self.scope.find("IFS")
+        return value if isinstance(value, str) and not list_unknown(value) else None
 
     def _expand_value(self, value: str | None, name: str, flag: str, rest: str, blank_unset: bool) -> _Expansion:
         if name in ("BASH_SOURCE", "0") and value is None:
@@ -277,6 +305,8 @@ class Expander:
         text = self.scope.read(name, blank_unset=blank_unset) if value is None else value
         if not rest or list_unknown(text):
             return [text]
+        if _UNREAD_PATTERN.search(rest):
+            return [self.scope.mark(name)]
         for pattern, change in _CHANGES:
             if match := pattern.fullmatch(rest):
                 return [change(text, *(self.expand_text(group or "") for group in match.groups()))]
@@ -312,13 +342,11 @@ def _cut(text: str, where: str, pattern: str) -> str:
 
 def _replace(text: str, where: str, old: str, new: str) -> str:
     """Return a text with the longest match of a pattern replaced, or all of them; # and % bind it to the start and the end."""
-    anchor = old[:1] if where == "/" and old[:1] in ("#", "%") and old[1:] else ""
-    old = old.removeprefix(anchor)
-    if not old:
-        return text
+    if not old:  # before or after the text, or nowhere
+        return {"/#": new + text, "/%": text + new}.get(where, text)
     # fnmatch's form of the pattern without its end, which is \\z or \\Z
     pattern = re.sub(r"\\[zZ]$", "", fnmatch.translate(old.replace("[^", "[!")))
-    pattern = {"#": rf"\A(?:{pattern})", "%": rf"(?:{pattern})\Z"}.get(anchor, pattern)
+    pattern = {"/#": rf"\A(?:{pattern})", "/%": rf"(?:{pattern})\Z"}.get(where, pattern)
     return re.sub(pattern, lambda _: new, text, count=0 if where == "//" else 1)
 
 
@@ -333,7 +361,7 @@ def _change_case(text: str, where: str) -> str:
 #: what follows the name in braces -> function of the text and the expanded groups
 _CHANGES: tuple[tuple[re.Pattern[str], Callable[..., str]], ...] = (
     (re.compile(r"(%%|%|##|#)(.*)", re.DOTALL), _cut),
-    (re.compile(r"(//?)((?:\\.|[^/\\])*)/?(.*)", re.DOTALL), _replace),
+    (re.compile(r"(//|/[#%]|/)((?:\\.|[^/\\])*)/?(.*)", re.DOTALL), _replace),
     (re.compile(r":\s*(\d+)(?::(\d+))?"), _slice),
     (re.compile(r"(\^\^|,,)"), _change_case),
 )

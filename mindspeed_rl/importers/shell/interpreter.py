@@ -121,6 +121,7 @@ class _Interpreter:
         depth: depth of functions, files and scripts within one another.
         doubts: number of uncertain branches around what runs; `returns` and `breaks` have it for the function and the loop.
         leaves: "exit", "return", "break" or "continue" while it is followed.
+        num_loops: loops that "break" or "continue" is about, from the inner one.
         hidden: for each function that runs, the values of the names that it has declared.
         outer_folders: folders of the scripts around this one, from which its relative paths may start too.
     """
@@ -139,6 +140,7 @@ class _Interpreter:
     returns: int | None = None
     breaks: int | None = None
     leaves: str = ""
+    num_loops: int = 1
     hidden: list[dict[str, Variable | None]] = field(default_factory=list)
     outer_folders: tuple[Path, ...] = ()
 
@@ -205,12 +207,15 @@ class _Interpreter:
                 self.loop = f"{runs}; --set {name}=VALUE imports another"
             self.scope.variables[name] = item
             self.run(node.parts[0])
-            if self.leaves == "continue":
+            if self.leaves == "continue" and self.num_loops == 1:
                 self.leaves = ""
             if self.leaves:
                 break
         self.loop, self.breaks = outer, breaks
-        self.leaves = "" if self.leaves == "break" else self.leaves
+        if self.leaves in ("break", "continue"):
+            self.num_loops -= 1
+            if not self.num_loops or breaks != self.doubts:
+                self.leaves = ""
         return True
 
     def _run_while(self, node: Node) -> bool | None:
@@ -411,6 +416,7 @@ class _Interpreter:
         level = {"exit": 0 if status == "0" else None, "return": self.returns}.get(call.name, self.breaks)
         if level == self.doubts and not (call.name == "exit" and self.uncertain):
             self.leaves = call.name
+            self.num_loops = max(1, int(status)) if status.isdigit() else 1
         return {"0": True}.get(status, None if list_unknown(status) else False) if call.name == "return" else True
 
     @contextmanager
@@ -463,10 +469,11 @@ class _Interpreter:
             value = self.scope.variables.get(name)
             if not bracket:
                 self.scope.variables.pop(name, None)
-            elif isinstance(value, dict):
-                value.pop(index.strip("'\""), None)
+            elif isinstance(value, dict):  # a new one: another branch may have this one
+                removed = index.strip("'\"")
+                self.scope.variables[name] = {key: item for key, item in value.items() if key != removed}
             elif isinstance(value, list) and (place := self.words.compute(index)).lstrip("-").isdigit():
-                del value[int(place) : int(place) + 1 or None]
+                self.scope.variables[name] = [*value[: int(place)], *(value[int(place) + 1 or len(value) :])]
         return True
 
     def _let(self, call: _Call) -> bool | None | _Kind:

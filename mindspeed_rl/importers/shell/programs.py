@@ -77,6 +77,9 @@ def _split_alternatives(text: str) -> list[str] | None:
         step = abs(int(match.group(3) or 1)) or 1
         width = max(len(item) for item in match.groups()[:2]) if re.search(r"(^|\.)-?0\d", text) else 0
         return [str(item).zfill(width) for item in count(first, last, step if first <= last else -step)] or None
+    if re.fullmatch(r"[A-Za-z]\.\.[A-Za-z]", text) and text[0].islower() == text[-1].islower():
+        first, last = ord(text[0]), ord(text[-1])
+        return list(map(chr, count(first, last, 1 if first <= last else -1))) or None
     parts, place, start = [], 0, 0
     while place < len(text):
         if text[place] == ",":

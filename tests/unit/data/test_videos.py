@@ -342,7 +342,9 @@ def test_limits_that_leave_nothing_are_refused(limits: dict[str, int], message: 
         ImageRules.read(folder, MediaLimits(**limits))
 
 
-@pytest.mark.parametrize("limits", [{"video_fps": 0.0}, {"video_fps": float("nan")}, {"video_max_frames": 0}])
+@pytest.mark.parametrize(
+    "limits", [{"video_fps": 0.0}, {"video_fps": float("nan")}, {"video_max_frames": 0}, {"min_pixels": 0}]
+)
 def test_a_limit_that_is_no_such_number_is_refused(limits: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(limits))}=.* must be"):
         PreprocessConfig(input="a", output_prefix="b", tokenizer_name_or_path="c", **limits)

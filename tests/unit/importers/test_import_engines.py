@@ -11,6 +11,7 @@ from mindspeed_rl.importers.command import PROJECTS
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.result import Import, ImportSettings
 from mindspeed_rl.importers.swift import PROJECT
+from mindspeed_rl.importers.training_engine import Split, _find_form
 from mindspeed_rl.rewards import REWARDS
 
 SFT = "NPROC_PER_NODE=8 swift sft --dataset rows.jsonl --max_steps 3 --tuner_type full --model"
@@ -72,6 +73,14 @@ def test_what_the_engine_cannot_do_becomes_a_layout_of_megatron_with_the_reason(
 @pytest.mark.parametrize("model", ["Qwen/Qwen3.5-4B", "Qwen/Qwen2.5-VL-7B-Instruct"])
 def test_models_of_images_keep_the_engine(model: str) -> None:
     assert engine(take(f"{SFT} {model} --deepspeed zero3")) == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("model", "is_another"),
+    [("Qwen/Qwen2-VL-7B", True), ("deepseek-ai/deepseek-vl2", True), ("Qwen/Qwen3-VL-8B", False), ("x/qwen2_5_vl", False)],
+)
+def test_models_of_other_images_are_known_by_their_names(model: str, is_another: bool) -> None:
+    assert bool(_find_form(model, Split())) is is_another
 
 
 @pytest.mark.parametrize("options", ["", "--deepspeed zero2", "--deepspeed zero0"])

@@ -60,12 +60,19 @@ SCRIPTS = {
     "all as one word": 'set -- a "b c"; show "$*" "${*}" "${@}"; A=(x "y z"); show "${A[*]}"',
     "defaults of arrays": 'E=(); A=(x y); show "${E[@]:-none}" "${A[@]:-none}" "${@:-args}" ${A[@]:+set} "${E[@]:+set}"',
     "replaced patterns": "P=/a/b.c/d; show ${P/[a-c]/_} ${P//[^\\/]/x} ${P/#\\/a/Z} ${P/%d/Z} ${P/*./Y} ${P/#d/no} ${P//./_}",
+    "put before each item": 'A=(a b); P=x#y%; show "${A[@]/#/--k=}" "${A[@]/%/.py}" ${P/#} ${P/\\#/z} ${P/y\\%/z} ${P//#/z}',
+    "last items": 'A=(a b c d); N=2; show ${A[@]: -2} ${A[@]::1} ${A[@]:N-1:N}; set -- p q r; show ${@: -1} ${@:2:1}',
+    "words between commas": 'IFS=,; X=a,b,,c; A=(p "q,r"); show $X "$X" ${A[*]} "${A[*]}" "${A[@]}"; Y=${A[*]}; show "$Y"',
+    "words between commas and blanks": "IFS=' ,'; X=' a , b  c,'; show $X; unset IFS; show $X; IFS=$'\\n'; X='a b'; show $X",
+    "words of brackets": 'A=(1 2 3); D=$(IFS=,; echo "${A[*]}"); show $D "${A[*]}"; set -- a b; IFS=-; show "$*"',
     "towards zero": "show $((-7 / 2)) $((-7 % 3)) $((7 / -2)) $((7 % -3)) $((-(7 / 2)))",
+    "numbers with a base": "X=08; show $((10#$X+1)) $((10#007)) $((2#101))",
     "braces": 'X=v; show {1,2}x pre{a,b}post {1..3} {3..1} {01..03} a{b,{c,d}}e "{a,b}" {a:1} {a} ${X}{1,2} \\{a,b}',
     "braces of arrays": 'A=(d/{a,b}.json {x,"y z"}); show "${A[@]}"; R=""; for F in p{1,2} q; do R+=$F; done; show $R',
     "home": 'HOME=/h; A=~/x; show ~/y ~ "~/z" a~ --k=~/w $A',
     "items by number": 'A=(); for I in 0 1 2; do A[$I]=v$I; done; A[1]+=w; A[-1]=last; show "${A[@]}" ${!A[@]}',
     "removed item": "A=(a b c); unset 'A[-1]'; show ${A[@]}; declare -A M=([k]=1 [l]=2); unset 'M[k]'; show ${#M[@]}",
+    "removed in brackets": "A=(a b); M=(c)\n( unset 'A[1]' 'M[0]'; show ${A[@]} ${#M[@]} ); show ${A[@]} $M",
     "names of a function": 'X=out; Y=out; f() { local X=$X-in Y; Y=in; Z=in; show $X $Y; }; f; show $X $Y $Z',
     "whole numbers": "declare -i N=3; N+=4; N=N*2; show $N",
     "return": 'f() { [ -n "$1" ] && return 0; show ran; return; show no; }; f x; f ""; f; show end',
@@ -73,6 +80,9 @@ SCRIPTS = {
     "exit": "show a; exit 0; show no",
     "exit of brackets": "( exit 0; show no ); show a; f() { exit; }; f; show no",
     "break and continue": 'R=""; for I in a b c d e; do [ $I = b ] && continue; [ $I = d ] && break; R+=$I; done; show $R',
+    "break of two loops": 'R=""; for I in 1 2; do for J in a b; do [ $J = b ] && break 2; R+=$I$J; done; R+=.; done; show $R',
+    "continue of two": 'R=""; for I in 1 2; do for J in a b; do [ $J = b ] && continue 2; R+=$I$J; done; R+=.; done; show $R',
+    "letters in braces": "show {a..c} x{C..A}",
     "echo with escapes": 'show "$(echo -e "a\\tb")" "$(echo -n x)" "$(echo a -e)"',
     "arguments of a function": 'set -- p q r; f() { show "${1:-one}" "${2-two}" "$#" "$3"; }; f a; f; show $3',
     "group of a document": "{ show a; } <<EOF\nb\nEOF\nshow c",
@@ -120,6 +130,12 @@ def test_a_value_that_only_the_machine_knows_is_requested_by_name_and_line() -> 
     assert list_unknown(list(command.words)) == [("KIND", 1)]
     (command,) = read_script("DIR=$DATA_ROOT/x\ntrain $DIR", {"DATA_ROOT": "/d"})
     assert command.words == ("train", "/d/x")
+
+
+@pytest.mark.parametrize("change", ["/\\*/-", '//"*"/-', "//[[:digit:]]", "%'?'"])
+def test_a_pattern_that_is_not_followed_is_requested(change: str) -> None:
+    (command,) = read_script(f"X='a*1?'\ntrain ${{X{change}}}")
+    assert list_unknown(list(command.words)) == [("X", 2)]
 
 
 def test_a_placeholder_is_requested_as_a_value_that_is_not_there() -> None:

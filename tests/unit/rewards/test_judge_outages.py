@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from patience import patient
 
 from mindspeed_rl.rewards import judge as judge_module
 from mindspeed_rl.rewards import judge_outages
@@ -145,8 +146,9 @@ def test_a_judge_that_hangs_costs_its_limit_once_and_each_response_says_so(
     other = Host()
     other.hangs = False
     panel = () if quorum is None else (f"other@{other.url}",)
+    limit_s = patient(0.4)  # the other judge replies within it on a busy machine too
     judge = Judge(
-        RewardSettings(judge_url=host.url, judge_model="dead", judge_panel=panel, judge_quorum=quorum, judge_timeout_s=0.4)
+        RewardSettings(judge_url=host.url, judge_model="dead", judge_panel=panel, judge_quorum=quorum, judge_timeout_s=limit_s)
     )
     caplog.set_level(logging.WARNING)
     first = ask(judge, *map(str, range(5)))
@@ -155,7 +157,7 @@ def test_a_judge_that_hangs_costs_its_limit_once_and_each_response_says_so(
     assert host.connections == 5, "35 more responses have sent nothing to it"
     assert sum("the judge dead has not replied to 3 requests in a row" in text for text in caplog.messages) == 1
     if quorum is None:
-        assert all(isinstance(each, asyncio.TimeoutError) and "no reply in 0.4 s" in str(each) for each in first)
+        assert all(isinstance(each, asyncio.TimeoutError) and f"no reply in {limit_s:g} s" in str(each) for each in first)
         assert all(isinstance(each, JudgeError) and "not asked: it has not replied" in str(each) for each in later)
     else:
         assert all(each["score"] == pytest.approx(0.6) and each["missing"] == 1.0 for each in [*first, *later])

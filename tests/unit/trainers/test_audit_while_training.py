@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +15,11 @@ from mindspeed_rl.config import RLConfig, build_run_config
 from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.rewards.judge_addresses import list_judges
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
 from mindspeed_rl.rewards.totals import read_part_weights
-from mindspeed_rl.run.audit_rewards import derive_audit_rewards
+from mindspeed_rl.run.audit_rewards import derive_audit_rewards, derive_audit_settings
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import validate
 from mindspeed_rl.tools.environment_check import ENVIRONMENT_CHECK
@@ -151,6 +152,29 @@ def test_the_check_has_its_own_functions_and_judge_and_no_penalty_of_the_run() -
     hidden = AuditKeys(environment="mine:Hidden", verifier_function=["acc"], verifier_weight=[3.0])
     strict = derive_audit_rewards(played, hidden)
     assert strict.environment == "mine:Hidden" and select_reward_functions(strict) == (["acc", ENVIRONMENT_CHECK], [3.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("address", "keys", "expected"),
+    [
+        ("http://b/v1", {}, ""),
+        ("http://b/v1", {"AUDIT_JUDGE_API_KEY": "audit"}, "audit"),
+        ("http://a/v1", {}, "run"),
+        ("http://a/v1", {"AUDIT_JUDGE_API_KEY": "audit"}, "audit"),
+        ("https://a/v1", {}, ""),
+    ],
+)
+def test_the_judge_of_the_check_gets_the_key_of_the_run_on_its_server_only(
+    address: str, keys: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"JUDGE_API_KEY": "run", **keys}.items():
+        monkeypatch.setenv(name, value)
+    rl = RLConfig(verifier_function=["acc"], judge_url="http://a/v1")
+    settings = derive_audit_settings(rl, replace(KEYS, judge_url=address), max_tokens=8)
+    (judge,) = list_judges(settings.judge_url, None, key_variables=settings.judge_key_variables)
+    assert judge.api_key == expected
+    assert RewardSettings.from_message(asdict(settings)) == settings
+    assert RewardSettings.from_config(rl, max_tokens=8).judge_key_variables == ("JUDGE_API_KEY",)
 
 
 @pytest.mark.parametrize(
