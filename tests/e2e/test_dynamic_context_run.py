@@ -12,6 +12,7 @@ KEYS = [
     "actor_config.tensor_model_parallel_size=1",
     "+actor_config.context_parallel_size=2",
     "rl_config.use_remove_padding=true",
+    "rl_config.use_prefix_grouper=false",
     "rl_config.use_dynamic_bsz=true",
     # a device has half of it, which takes each of the task's rows: they are computed whole, one on each device
     "rl_config.max_packing_token_size=256",
