@@ -251,3 +251,10 @@ class ControlGroup:
         values = [value]
         dist.broadcast_object_list(values, src=self.source, group=self.group)
         return values[0]
+
+    def gather(self, value: _Value) -> list[_Value]:
+        """Return the objects of all ranks of the group, in their order; collective over the group."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values

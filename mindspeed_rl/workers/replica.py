@@ -101,6 +101,18 @@ class Replica:
         rows = _build_rows(self.fetch(consumer, [*_ROW_COLUMNS, *images, *columns], taken), columns, self._image_rules)
         return rows if len(taken) == len(indexes) else rows.select([])
 
+    def join(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the tensor of each row, which some ranks of the replica have, on all of them; collective over the replica.
+
+        A micro-batch without rows has an empty tensor of some row; the longest one is the row's.
+        """
+        joined: dict[int, Tensor] = {}
+        for share in self._control.gather(dict(values)):
+            for row, value in share.items():
+                if row not in joined or len(value) > len(joined[row]):
+                    joined[row] = value
+        return joined
+
     def put(self, columns: Mapping[str, Sequence[object]], rows: Sequence[int], *, by_stage: bool = False) -> None:
         """Put what the replica, or this pipeline stage, computed for these rows into the data plane; one rank does so."""
         if rows and (parallel.is_stage_source() if by_stage else self.is_output):

@@ -186,7 +186,9 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
             # the weight sync is next, which needs none of it
             actor.offloader.start_offload(optimizer=self.run.generate.offload_train_optimizer)
         if plan.records_log_probs:
-            self.replica.put(dict.fromkeys(Phases.UPDATE_ACTOR.columns, list(recorded.rows.values())), list(recorded.rows))
+            # with dynamic context parallelism a row is on some of the replica's ranks
+            written = self.replica.join(recorded.rows) if actor.config.has_dynamic_context else recorded.rows
+            self.replica.put(dict.fromkeys(Phases.UPDATE_ACTOR.columns, list(written.values())), list(written))
         for owner, count in actor.offloader.resident_bytes().items():
             metrics.add_max(f"memory/{owner}_gib", count / 2**30)
         metrics.add_max("memory/update_gib", self.memory.allocated_gib)
