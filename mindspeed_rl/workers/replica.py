@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
 from mindspeed_rl.data.images import IMAGES, ImageRules, list_parts, prepare_images
 from mindspeed_rl.dataplane.client import DataPlane

@@ -22,11 +22,14 @@ KEYS = [
 @pytest.mark.slow
 def test_short_rows_on_fewer_devices_train_as_on_all_of_them_also_after_a_resume(task: Path, tmp_path: Path) -> None:
     dynamic = [*KEYS, "+actor_config.dynamic_context_parallel=true"]
-    fixed = finished(task, tmp_path / "fixed", *KEYS, "megatron_training.train_iters=3")
+    fixed = finished(task, tmp_path / "fixed", *KEYS, "megatron_training.train_iters=1")
+    # later iterations may sample another token where a weight differs in its last bit
+    whole = finished(task, tmp_path / "whole", *dynamic, "megatron_training.train_iters=3")
+    for name in (*FIGURES, "rollout/log_probs_diff_mean"):
+        assert whole.metrics[0][name] == pytest.approx(fixed.metrics[0][name], rel=1e-3, abs=1e-6), name
     first = finished(task, tmp_path / "dynamic", *dynamic, "megatron_training.train_iters=2")
     assert len(first.metrics) == 2
     second = finished(task, tmp_path / "dynamic", *dynamic, "megatron_training.train_iters=3")
     assert [record["iteration"] for record in second.metrics] == [1, 2, 3]
-    for ours, theirs in zip(second.metrics, fixed.metrics, strict=True):
-        for name in (*FIGURES, "rollout/log_probs_diff_mean"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+    for name in (*FIGURES, "rollout/log_probs_diff_mean"):
+        assert second.metrics[-1][name] == whole.metrics[-1][name], name
