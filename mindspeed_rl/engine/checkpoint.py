@@ -220,6 +220,7 @@ class CheckpointSaver:
             **self._files.describe(),
             "steps_per_iteration": engine.steps_per_iteration,
             "num_updates": engine.num_updates,
+            "optimizer_steps": engine.optimizer_steps,
             "average": engine.average is not None,
             "checksums": True,
             "run_state": run_state,

@@ -104,6 +104,7 @@ class Engine(Protocol):
         scheduler: schedule of the optimizer; None where the engine does not train.
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
+        optimizer_steps: those that have changed weights; in the others there was nothing to learn from.
         on_gradients: functions that are called in every step between the backward pass and the optimizer.
         average: moving average of the trained weights; None without one.
         passes_together: all ranks must make equally many calls of `forward`, because each pass is collective over them.
@@ -115,6 +116,7 @@ class Engine(Protocol):
     scheduler: OptimizerParamScheduler | None
     steps_per_iteration: int
     num_updates: int
+    optimizer_steps: int
     on_gradients: list[Callable[[], None]]
     average: WeightAverage | None
 

@@ -98,6 +98,7 @@ class TrainEngine:
         on_gradients: functions that are called in every step between the backward pass and the optimizer.
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
+        optimizer_steps: those that have changed weights; in the others there was nothing to learn from.
         stored_weights: form of the weights that an average moves.
         average: moving average of the trained weights; None without one.
     """
@@ -129,7 +130,7 @@ class TrainEngine:
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         self.steps_per_iteration = 1
-        self.num_updates = 0
+        self.num_updates = self.optimizer_steps = 0
         self.offloader = Offloader(model)
         # on the NPU MindSpeed swaps the state inside its optimizer
         self._half_gradients: GradientSums | None = None
@@ -286,6 +287,7 @@ class TrainEngine:
                     part.revert()
             else:
                 step_with_norm(optimizer, grad_norm, by_window=self._half_gradients is not None)
+                self.optimizer_steps += 1
             if self.config.overlap_param_gather and not has_next:
                 for chunk in self.model.ddp_chunks:
                     chunk.start_param_sync(force_sync=True)
@@ -575,7 +577,9 @@ class TrainEngine:
         optimizer, scheduler, saved = self.optimizer, self.scheduler, record["scheduler"]["num_steps"]
         assert optimizer is not None and scheduler is not None  # start_training came first
         self.num_updates = record.get("num_updates", saved)
-        load_optimizer_state(optimizer, state["optimizer"], num_steps=self.num_updates)
+        # Adam has not counted steps without anything to learn from; checkpoints of earlier versions do not have their number
+        self.optimizer_steps = record.get("optimizer_steps", self.num_updates)
+        load_optimizer_state(optimizer, state["optimizer"], num_steps=self.optimizer_steps)
         per_iteration = record.get("steps_per_iteration", self.steps_per_iteration)
         scheduler.num_steps = round(saved * self.steps_per_iteration / per_iteration)
         # sets the learning rate of the restored position

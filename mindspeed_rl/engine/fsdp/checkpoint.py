@@ -35,10 +35,10 @@ class DcpFiles:
         self._engine = engine
 
     def describe(self) -> dict[str, Any]:
-        """Return the layout, and the steps on which Adam's bias correction depends."""
+        """Return the layout."""
         context = self._engine.config.context_parallel_size
         layout = {"shards": self._engine.model.shards} | ({"cp": context} if context > 1 else {})
-        return {"layout": layout, "optimizer_steps": self._engine.optimizer_steps}
+        return {"layout": layout}
 
     def check(self, record: Mapping[str, Any], path: Path) -> None:
         """Accept every checkpoint of this engine: names and shapes are the model's, which the load compares."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.interface import NonFiniteError
 from mindspeed_rl.engine.train_engine import TrainEngine
 
@@ -57,6 +59,26 @@ def test_a_step_without_labels_changes_nothing(make_engine: Callable[..., TrainE
     assert engine.num_updates == 2
     assert not engine.train_step(rows(False, True), each, negative_log_prob).is_skipped
     assert any(not torch.equal(before[name], tensor) for name, tensor in state(engine).items())
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"bf16": True}, {"use_distributed_optimizer": True}], ids=["float32", "bf16", "distributed"]
+)
+def test_a_resumed_run_corrects_adams_bias_by_the_steps_that_adam_has_made(
+    make_engine: Callable[..., TrainEngine], tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    keys = {"lr_decay_style": "constant", **keys}
+    engine, each = make_engine(**keys), MicroBatching(1)
+    for labelled in (True, False):  # the second one is not Adam's
+        engine.train_step(rows(labelled), each, negative_log_prob)
+    CheckpointSaver(engine, tmp_path).save(2, {})
+    resumed = make_engine(**keys)
+    load_checkpoint(resumed, tmp_path)
+    for one in (engine, resumed):
+        one.train_step(rows(True), each, negative_log_prob)
+    ours, theirs = state(resumed), state(engine)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (resumed.num_updates, resumed.optimizer_steps) == (3, 2)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
