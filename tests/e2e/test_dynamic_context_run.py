@@ -14,6 +14,7 @@ KEYS = [
     "rl_config.use_remove_padding=true",
     "rl_config.use_prefix_grouper=false",
     "rl_config.use_dynamic_bsz=true",
+    "actor_config.lr_decay_style=constant",
     # a device has half of it, which takes each of the task's rows: they are computed whole, one on each device
     "rl_config.max_packing_token_size=256",
 ]
@@ -32,4 +33,4 @@ def test_short_rows_on_fewer_devices_train_as_on_all_of_them_also_after_a_resume
     second = finished(task, tmp_path / "dynamic", *dynamic, "megatron_training.train_iters=3")
     assert [record["iteration"] for record in second.metrics] == [1, 2, 3]
     for name in (*FIGURES, "rollout/log_probs_diff_mean"):
-        assert second.metrics[-1][name] == whole.metrics[-1][name], name
+        assert second.metrics[-1][name] == pytest.approx(whole.metrics[-1][name], rel=1e-4, abs=1e-6), name

@@ -419,7 +419,7 @@ def _elastic(run: Run) -> Iterator[Broken]:
             {key: False},
         )
     # as in `Admission.compute_room`, after a weight sync
-    ahead = (rl.max_off_policy_threshold + (2 if rl.max_off_policy_strategy == "drop" else 1)) * rl.parameter_sync_step
+    ahead = rl.max_off_policy_threshold + (2 if rl.max_off_policy_strategy == "drop" else 1)
     if rl.elastic_rollout_high > ahead:
         yield violate(
             "elastic_high",

@@ -507,11 +507,6 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: ELASTIC | {"elastic_rollout_high": 2.5}}, "elastic_high", ["elastic_rollout_high (2.5) may be at most 2:"]),
     ({R: ELASTIC | {"parameter_sync_step": 2}}, "elastic_sync_step", ["elastic_rollout needs", "parameter_sync_step (2)"]),
     (
-        {R: ELASTIC | {"elastic_rollout_high": 4.5, "parameter_sync_step": 2}},
-        "elastic_high",
-        ["elastic_rollout_high (4.5) may be at most 4:"],
-    ),
-    (
         {R: ELASTIC | {"elastic_rollout_high": 3.5, "max_off_policy_strategy": "drop"}},
         "elastic_high",
         ["elastic_rollout_high (3.5) may be at most 3:", "max_off_policy_threshold (1)"],
