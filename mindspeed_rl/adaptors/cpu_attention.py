@@ -53,9 +53,16 @@ class KernelChoice:
 def try_kernels(threads: int) -> KernelChoice:
     """Try both kernels for 50 ms, with torch's settings as workers have them, and choose one; once in a process.
 
+    A kernel that `ATTENTION_VARIABLE` names is not tried: runs that are compared bit by bit must have the same.
+
     Args:
         threads: number of threads of a worker.
+
+    Raises:
+        ValueError: it names no kernel.
     """
+    if given := os.environ.get(ATTENTION_VARIABLE):
+        return _find_kernel(given, ATTENTION_VARIABLE, f"as {ATTENTION_VARIABLE} says")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -72,10 +79,14 @@ def keep_kernel(kernel: object) -> KernelChoice:
     Raises:
         ValueError: there is no such kernel.
     """
+    return _find_kernel(kernel, "cpu_attention of the checkpoint", "as before the run was resumed")
+
+
+def _find_kernel(kernel: object, where: str, reason: str) -> KernelChoice:
     for known in get_args(Kernel):
         if known == kernel:
-            return KernelChoice(known, f"{_TITLES[known]}, as before the run was resumed")
-    raise ValueError(f"cpu_attention of the checkpoint: '{kernel}' is not one of {', '.join(get_args(Kernel))}.")
+            return KernelChoice(known, f"{_TITLES[known]}, {reason}")
+    raise ValueError(f"{where}: '{kernel}' is not one of {', '.join(get_args(Kernel))}.")
 
 
 def _choose(in_blocks: float, by_torch: float) -> KernelChoice:

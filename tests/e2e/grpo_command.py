@@ -119,7 +119,8 @@ class Command:
         self.process = subprocess.Popen(
             [*words, *self.keys(task), *changes],
             cwd=folder,
-            env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", **self.forks()},
+            # two runs that are compared bit by bit must not choose by a trial each
+            env={"MINDSPEED_RL_CPU_ATTENTION": "torch", **os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", **self.forks()},
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
