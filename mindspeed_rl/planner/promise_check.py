@@ -150,7 +150,10 @@ def _find_slow_rank(name: str, medians: _Medians, assumed: Assumed) -> Iterator[
     slowest = max(ratios, key=lambda timer: ratios[timer])
     if ratios[slowest] >= _SLOWER:
         rank = medians[f"imbalance/{slowest}_worker"]
-        yield f"worker {rank:.0f} is slow, {ratios[slowest]:.2g} times the median of the others in {slowest}"
+        ratio = ratios[slowest]
+        # never 2.4e+02
+        times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
+        yield f"worker {rank:.0f} is slow, {times} times the median of the others in {slowest}"
 
 
 def _find_offload(name: str, medians: _Medians, assumed: Assumed) -> Iterator[str]:
