@@ -210,7 +210,7 @@ def read_memory(name: str) -> float:
 
 
 def measure_largest(name: str) -> tuple[float, float]:
-    """Return seconds of the processor, and MiB above those of the smallest size."""
+    """Return the processor seconds, and the MiB in excess of the smallest size."""
     work, _, size, smallest = LARGEST[name]
     work(smallest)
     gc.collect()

@@ -37,7 +37,17 @@ from mindspeed_rl.rewards import REWARDS, RewardFunction
 from mindspeed_rl.run import Run as ResolvedRun
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.plan_page import Report, render
-from mindspeed_rl.service.backend import AdamParams, AdapterSpec, Datum, LossCall, LossName, PassResult, Sample, SampleCall
+from mindspeed_rl.service.backend import (
+    AdamParams,
+    AdapterSpec,
+    Datum,
+    LossCall,
+    LossName,
+    PassResult,
+    Sample,
+    SampleCall,
+    sample_together,
+)
 from mindspeed_rl.service.local_backend import LocalBackend
 
 _Result = TypeVar("_Result")
@@ -224,7 +234,7 @@ class Trainer:
         if self._sampler is None:
             self._sampler = self._do(lambda tenants: tenants.make_sampler(self._MODEL))
         sampler = self._sampler
-        return [result.samples for result in self._do(lambda tenants: tenants.sample(sampler, calls))]
+        return [result.samples for result in self._do(lambda tenants: sample_together(tenants, sampler, calls))]
 
     def make_datum(self, prompt: str | Sequence[int], sample: Sample, advantage: float) -> Datum:
         """Return a sample as a datum of a loss of sampled tokens: every token of it has the advantage."""

@@ -223,7 +223,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return module.rms_norm(x, weight, eps)
 
 
-def computes_rows_apart() -> bool:
+def has_row_exact_products() -> bool:
     """Return True where all operations on tokens, there and back, give a token the same bits whatever else is in the batch."""
     return _find_module("multiply_rows") is not None
 

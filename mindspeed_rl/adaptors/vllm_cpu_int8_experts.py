@@ -83,7 +83,7 @@ def _replace() -> None:
         ) -> tuple[bool, str | None]:
             if moe_config.has_bias:
                 return False, "experts with biases are not quantized"
-            # sizes are as of any linear layer: not those of the kernel that packs in place
+            # the shapes of a linear layer, not of the kernel that packs in place
             return base.is_supported_config(cls, moe_config, weight_key, activation_key, activation_format)
 
         @staticmethod

@@ -48,7 +48,7 @@ _TEXT = re.compile(r"[\w\s]*")
 
 
 class Medium(Enum):
-    """A part of a message that is no text; its value is the mark."""
+    """A part of a message other than text; its value is the mark."""
 
     IMAGE = IMAGE_MARK
     VIDEO = VIDEO_MARK

@@ -446,7 +446,7 @@ def plan_joins(sizes: Sequence[Sequence[int]], budget: int | None) -> list[list[
 
 
 def join_micro_batches(members: Sequence[MicroBatch]) -> MicroBatch:
-    """Return packed micro-batches as one, whose attention is computed apart for each of them.
+    """Return packed micro-batches as one, with an attention of its own for each of them.
 
     Response-aligned tensors are flattened: one row that has the slots of all members, one after the other. Columns differ
     between members, and stay with them. A single padded micro-batch stays as it is.

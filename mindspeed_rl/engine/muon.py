@@ -145,7 +145,7 @@ def orthogonalize_parts(update: Tensor, heads: tuple[int, ...] | None, config: M
 
 
 class _Heads(Protocol):
-    """What is read of Megatron's config of a model, or of ours."""
+    """The fields that are read from Megatron's config of a model, or from this package's."""
 
     @property
     def kv_channels(self) -> int | None: ...

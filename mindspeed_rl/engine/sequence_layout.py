@@ -401,7 +401,7 @@ class PackedLayout(PackedSeqParams):
             and boundaries are of full sequences. A context-parallel rank has an equal slice of them, in their order.
         added: features of images, while a micro-batch with images runs.
         context: the ranks that divide the sequences, where they are a slice of the context-parallel ranks; None for all.
-        members: layouts of adjacent sequences whose attention is computed apart, as in a micro-batch of only those; none where
+        members: layouts of adjacent sequences with an attention of their own, as in a micro-batch of only these; none where
             all sequences are computed together.
     """
 

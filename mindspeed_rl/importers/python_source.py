@@ -12,7 +12,7 @@ _OPERATORS: dict[type[ast.AST], Callable[[float, float], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.Mod: operator.mod,
 }  # fmt: skip
-#: exponent beyond which a power is no number of a run
+#: largest exponent of a power that is computed
 _LARGEST_EXPONENT = 64
 #: attributes that a program may set without a change of what is trained
 _PLAIN_ATTRIBUTES = frozenset("pad_token pad_token_id padding_side use_cache".split())

@@ -250,3 +250,13 @@ class Recipe(SourcePlan):
             importance_sampling=self.importance_sampling if correction is None else str(correction),
             rewards=() if self.rewarding is None else self.rewarding.names,
         )
+
+
+def list_answer_defaults(column: str, reason: str) -> tuple[tuple[str, object, str], ...]:
+    """Return `Recipe.defaults` of rows that are conversations in a column, whose last message is the answer."""
+    return (
+        (f"{ACTOR}.handler_name", "R1SharegptStyleInstructionHandler", reason),
+        (f"{ACTOR}.map_keys.messages", column, reason),
+        (f"{ACTOR}.map_keys.response", column, reason),
+        (f"{ACTOR}.dataset_additional_keys", [column], reason),
+    )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import SourceCommand
-from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL, SAMPLING, Batch, Objective, Recipe, Rewards
+from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL, SAMPLING, Batch, Objective, Recipe, Rewards, list_answer_defaults
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.roll_objective import read_rate
 from mindspeed_rl.importers.source_plan import name_divergence, name_sampled_steps
@@ -108,10 +108,7 @@ def describe_distillation(run: Import, command: SourceCommand, shared: Recipe, r
         },
         defaults=(
             *shared.defaults,
-            (f"{ACTOR}.handler_name", "R1SharegptStyleInstructionHandler", reason),
-            (f"{ACTOR}.map_keys.messages", _MESSAGES, reason),
-            (f"{ACTOR}.map_keys.response", _MESSAGES, reason),
-            (f"{ACTOR}.dataset_additional_keys", [_MESSAGES], reason),
+            *list_answer_defaults(_MESSAGES, reason),
             (f"{ACTOR}.prompt_type", "hf", "the tokenizer's chat template; ROLL's is not compared"),
         ),
     ).follow(schedule)

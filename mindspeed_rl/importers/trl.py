@@ -1011,7 +1011,7 @@ def _count_choices(command: SourceCommand) -> int:
     """Return the tokens that top_k leaves, -1 for all of them, as 0 is there.
 
     Raises:
-        ConfigError: it is no whole number.
+        ConfigError: it is not a whole number.
     """
     value = command.number("top_k", 0)
     if value != int(value):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mindspeed_rl.importers.options import Option, SourceCommand, no_effect, part, refused, to
-from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL, SAMPLING, Objective, Recipe, Rewards
+from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL, SAMPLING, Objective, Recipe, Rewards, list_answer_defaults
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file, read_first_row
@@ -108,10 +108,7 @@ def describe_gkd(run: Import, command: SourceCommand, shared: Recipe, *, complet
         },
         defaults=(
             *shared.defaults,
-            (f"{ACTOR}.handler_name", "R1SharegptStyleInstructionHandler", reason),
-            (f"{ACTOR}.map_keys.messages", _MESSAGES, reason),
-            (f"{ACTOR}.map_keys.response", _MESSAGES, reason),
-            (f"{ACTOR}.dataset_additional_keys", [_MESSAGES], reason),
+            *list_answer_defaults(_MESSAGES, reason),
             (f"{ACTOR}.prompt_type", "hf", "the tokenizer's chat template"),
             (f"{RL}.use_remove_padding", True, "sequences are packed without padding"),
         ),

@@ -359,6 +359,32 @@ class SampleResult:
     target_log_probs: npt.NDArray[np.float32] | None = None
 
 
+class SamplingModels(Protocol):
+    """Models that sample by steps, with calls that wait together."""
+
+    @property
+    def is_sampling(self) -> bool:
+        """Return whether calls are being sampled."""
+        ...
+
+    def start_sampling(self, sampler: str, call: SampleCall) -> str:
+        """Start a call, and return its name."""
+        ...
+
+    def step_sampling(self) -> list[tuple[str, SampleResult]]:
+        """Compute a step of all calls; return those that have ended."""
+        ...
+
+
+def sample_together(models: SamplingModels, sampler: str, calls: Sequence[SampleCall]) -> list[SampleResult]:
+    """Sample all calls together; no other one is being sampled."""
+    names = [models.start_sampling(sampler, call) for call in calls]
+    results: dict[str, SampleResult] = {}
+    while models.is_sampling:
+        results.update(models.step_sampling())
+    return [results[name] for name in names]
+
+
 class Backend(Protocol):
     """What trains and samples.
 

@@ -203,7 +203,7 @@ class ClientModels:
         config = self._engine.model.transformer_config
         # sums over more than two ranks, and over slices of a sequence, depend on the place of a token
         sums_alike = config.tensor_model_parallel_size <= 2 and not config.sequence_parallel
-        return adaptors.computes_rows_apart() and sums_alike and self._engine.shape.packed and not config.num_moe_experts
+        return adaptors.has_row_exact_products() and sums_alike and self._engine.shape.packed and not config.num_moe_experts
 
     # ------------------------------------------------------------------ models
 

@@ -212,14 +212,6 @@ class TenantGroup:
         self._calls.pop(name, None)
         self._call("abort_sampling", name)
 
-    def sample(self, sampler: str, calls: Sequence[SampleCall]) -> list[SampleResult]:
-        """Sample all calls together; no other one is in the engines."""
-        names = [self.start_sampling(sampler, call) for call in calls]
-        results: dict[str, SampleResult] = {}
-        while self.is_sampling:
-            results.update(self.step_sampling())
-        return [results[name] for name in names]
-
     def close(self) -> None:
         """End the processes."""
         with self._stack:

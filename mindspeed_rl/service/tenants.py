@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -239,14 +239,6 @@ class Tenants(ClientModels):
     def abort_sampling(self, name: str) -> None:
         """Abort a call."""
         self._turns.abort(name)
-
-    def sample(self, sampler: str, calls: Sequence[SampleCall]) -> list[SampleResult]:
-        """Sample all calls together; no other one is in the engine."""
-        names = [self.start_sampling(sampler, call) for call in calls]
-        results: dict[str, SampleResult] = {}
-        while self.is_sampling:
-            results.update(self.step_sampling())
-        return [results[name] for name in names]
 
     @property
     def tokenizer(self) -> Any:

@@ -179,7 +179,7 @@ class Expander:
         if text[:1] == "$":
             expansion, place = self._read_expansion(text, place, blank_unset)
             if expansion.kind == "list" and not expansion.items and place == len(text):
-                return  # an array without items is no word, not an empty one
+                return  # an array without items gives no words; an empty string would be one
             words.add_text("")
             words.add(expansion, quoted=True)
         words.add_text("")
