@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from mindspeed_rl.cli.parity import replay
 SOURCE = os.environ.get("MINDSPEED_SRC")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("small_devices"),
     pytest.mark.skipif(not SOURCE, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0"),
 ]
 
@@ -50,22 +50,6 @@ DEDICATED = (
     "rl_config.old_log_probs=rollout",
     f"generate_config.vllm_server_timeout={patient(300):.0f}",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def a_small_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_SIM_MEMORY_GIB", "4")
-        patch.setenv("NPU_SIM_RUN_DIR", str(tmp_path_factory.mktemp("hccl")))
-        patch.setattr(Command, "shares", False)  # workers on the NPU are no forks
-        yield
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny_task import make_task
-
-    return make_task(tmp_path_factory.mktemp("task"))
 
 
 def dedicated(task: Path) -> list[str]:

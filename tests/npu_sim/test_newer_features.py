@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from test_training import BF16, COMMON, LIMIT_S, layout
 SOURCE = os.environ.get("MINDSPEED_SRC")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("small_devices"),
     pytest.mark.skipif(not SOURCE, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0"),
 ]
 
@@ -37,22 +37,6 @@ DECAY, ITERATIONS = 0.75, 3
 STOP = ord("5")
 #: sums in another order in float32
 FP32 = 1e-4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def a_small_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_SIM_MEMORY_GIB", "4")
-        patch.setenv("NPU_SIM_RUN_DIR", str(tmp_path_factory.mktemp("hccl")))
-        patch.setattr(Command, "shares", False)  # workers on the NPU are no forks
-        yield
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny_task import make_task
-
-    return make_task(tmp_path_factory.mktemp("task"))
 
 
 def average_keys(task: Path) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,10 @@ from grpo_command import Command, finished
 from scripts import load_script
 
 SOURCE = os.environ.get("MINDSPEED_SRC")
-pytestmark = pytest.mark.skipif(not SOURCE, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0")
+pytestmark = [
+    pytest.mark.usefixtures("small_devices"),
+    pytest.mark.skipif(not SOURCE, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0"),
+]
 
 #: log-probs of two libraries in bf16; the CPU's two differ by as much
 BF16 = 0.15
@@ -65,23 +67,6 @@ RUNS = {
     "adapters pushed by themselves": pytest.param((*ADAPTERS, "generate_config.lora_push=adapter"), marks=slow),
     "DP2 with a swapped optimizer": pytest.param(layout(2, swap_optimizer=True, use_distributed_optimizer=True), marks=slow),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def a_small_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines take a share of the device; Ray kills workers, so what their communicators leave goes with the folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_SIM_MEMORY_GIB", "4")
-        patch.setenv("NPU_SIM_RUN_DIR", str(tmp_path_factory.mktemp("hccl")))
-        patch.setattr(Command, "shares", False)  # workers on the NPU are not forks
-        yield
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny_task import make_task
-
-    return make_task(tmp_path_factory.mktemp("task"))
 
 
 def check(command: Command) -> None:
