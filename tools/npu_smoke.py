@@ -11,6 +11,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SIMULATOR = ROOT / "tests" / "npu_sim"
@@ -22,6 +26,8 @@ TOLERANCE = 5e-3
 RANKS_TIMEOUT_S = 300.0
 #: of the rollout step
 ITERATIONS = 3
+#: torch_npu's number of an Ascend 950
+_SOC_950 = 260
 
 
 def _prepare() -> None:
@@ -32,7 +38,7 @@ def _prepare() -> None:
 
 
 def device() -> str:
-    """Numbers of one die: an allocation shows up, a random state repeats, a bf16 product is right."""
+    """Numbers of one die: an allocation shows up, a random state repeats, bf16 products are right and overwrite."""
     _prepare()
     import torch
 
@@ -55,8 +61,37 @@ def device() -> str:
     product = (left.bfloat16().to(home) @ right.bfloat16().to(home)).float().cpu()
     error = (product - left.bfloat16().float() @ right.bfloat16().float()).abs().max().item()
     assert error < 0.5, f"bf16 product off by {error}"
+    added = _check_sums_and_stores(home)
     npu.synchronize()
-    return f"{npu.device_module.device_count()} device(s), bf16 product off by at most {error:.3f}"
+    return f"{npu.device_module.device_count()} device(s), bf16 product off by at most {error:.3f}, in a sum by {added:.1e}"
+
+
+def _check_sums_and_stores(home: torch.device) -> float:
+    """A product that adds to a float32 sum is right, and after ATB's, which rollout engines call first, others overwrite.
+
+    ATB's was reported to leave cores of an A3 with CANN 9.1.0 in a state in which they add to what they should overwrite.
+    """
+    import torch
+    import torch_npu
+
+    left, right = torch.randn(512, 128).bfloat16(), torch.randn(512, 256).bfloat16()
+    want = 0.5 + left.double().t() @ right.double()
+    total = torch.full((1, 128, 256), 0.5, device=home)
+    ends = torch.tensor([512], device=home)
+    torch_npu.npu_grouped_matmul_add_(total, left.to(home), right.to(home), ends)
+    error = (total[0].cpu().double() - want).abs().max().item()
+    assert error < 1e-3, f"npu_grouped_matmul_add_ off by {error}"
+    if torch_npu.npu.get_soc_version() < _SOC_950:  # which has no such operator
+        small = torch.ones(2, 4, dtype=torch.float16, device=home)
+        torch_npu._npu_matmul_add_fp32(small, small, torch.zeros(4, 4, device=home))
+    ones = torch.ones(4096, 64, dtype=torch.float16, device=home)
+    for dtype in (torch.float16, torch.float32):
+        # large enough for every core to have a part
+        out = torch.full((4096, 4096), 100.0, dtype=dtype, device=home)
+        torch.mm(ones.to(dtype), ones.to(dtype).t(), out=out)
+        stored = out.unique().tolist()
+        assert stored == [64.0], f"a product of {dtype} does not overwrite its output: {stored[:4]}"
+    return error
 
 
 def _ranks(count: int, arguments: list[str]) -> list[str]:

@@ -57,7 +57,7 @@ step() {  # NAME DESCRIPTION COMMAND...
 logs=()
 
 step doctor "doctor" "$python" -m mindspeed_rl.cli.main doctor --platform "$platform"
-step device "device: memory, streams, random numbers, bf16 matrix product" "$python" tools/npu_smoke.py device
+step device "device: memory, streams, random numbers, matrix products and their stores" "$python" tools/npu_smoke.py device
 step hccl "HCCL: collectives between $ranks dies" "$python" tools/npu_smoke.py hccl --ranks "$ranks"
 smoke=("$python" tools/npu_smoke.py --platform "$platform")
 step engine:fused "training step with fused kernels against the CPU's numbers" "${smoke[@]}" engine

@@ -10,6 +10,7 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | resume | DistributedOptimizer.load_state_dict | MindSpeed's copy lacks the form of checkpoints that the engine saves |
 | packed RoPE | rope_utils._apply_rotary_pos_emb_thd | see `packed_rope` |
 | rotation, optimizer | several | see `fused_steps` |
+| gradients of linear weights | several | see `gradient_products` |
 | swapped optimizer | SwapDistributedOptimizer | see `swapped_optimizer` |
 | scan | patch_utils.sys | every patch searches all modules, ten seconds of a processor in each process; lazy ones then import \
 half of their package or fail |
@@ -52,6 +53,7 @@ from torch import Tensor
 from mindspeed_rl.adaptors import (
     DeltaRuleKernel,
     fused_steps,
+    gradient_products,
     hccl_buffers,
     megatron_padded_states,
     megatron_recompute,
@@ -266,6 +268,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     repatch(keys)
     packed_rope.adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
     fused_steps.apply()
+    gradient_products.apply()
     megatron_recompute.apply()
     megatron_padded_states.apply()
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_rl.adaptors import gradient_products
+
 
 def apply(*, fuse_permutation: bool) -> None:
     """Patch the experts of megatron.core, after MindSpeed's own patches and before a model is built. Idempotent.
@@ -66,6 +68,7 @@ def _fuse_after(init: Callable[..., None]) -> Callable[..., None]:
         import torch_npu
 
         init(self, *args, **kwargs)
+        gradient_products.mark(self)
         if self.config.gated_linear_unit and self.config.activation_func is torch.nn.functional.silu:
             self.activation_func = functools.partial(torch_npu.npu_swiglu, dim=-1)
 

@@ -32,6 +32,9 @@ MOST_WAITS = {"log-probs": 1, "update": 1, "push": 2, "offload": 2, "onload": 0}
 #: TP2 with sequence parallelism, four layers, four micro-batches of two packed rows
 LARGER = ("actor_config.sequence_parallel=true", "--layers", "4", "--rows", "8")
 MOST_KERNELS_LARGER = {"log-probs": 402, "update": 1381, "push": 371}
+#: with products that add to the sums of gradients
+ADDED = ("actor_config.gemm_gradient_accumulation_fusion=true",)
+MOST_KERNELS_ADDED = {"log-probs": 402, "update": 1317, "push": 371}
 #: Qwen3-MoE of the tests: every layer has four experts, two of them for each token
 EXPERTS = (
     *("+model.tiny_qwen25.num_experts=4", "+model.tiny_qwen25.moe_router_topk=2", "+model.tiny_qwen25.moe_ffn_hidden_size=64"),
@@ -104,6 +107,11 @@ def test_tensor_parallel_ranks_ask_for_no_more_than_they_did_and_exchange_no_mor
 ) -> None:
     result = counted(capsys, *LARGER)
     check(result, MOST_KERNELS_LARGER)
+
+
+@pytest.mark.slow
+def test_products_that_add_to_the_sums_of_gradients_save_their_additions(capsys: pytest.CaptureFixture[str]) -> None:
+    check(counted(capsys, *LARGER, *ADDED), MOST_KERNELS_ADDED)
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ LEFT_OFF_FEATURES = {
     "recompute_granularity frees this memory by computing it again",
     "use_ascend_coc": f"{_OWN_ARGUMENTS}; products of tensor parallelism wait for their collectives",
     "moe_alltoall_overlap_comm": f"{_OWN_ARGUMENTS}; the exchange of experts' tokens is not hidden behind computation",
-    "gemm_gradient_accumulation_fusion": f"{_OWN_ARGUMENTS}; each gradient is added up by a kernel of its own",
 }
 #: (key, another key, the value that it needs there where MindSpeed trains, reason)
 NEEDED_BY_MINDSPEED = (
@@ -35,6 +34,8 @@ NEEDED_BY_MINDSPEED = (
     ("swap_optimizer", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
     ("reuse_fp32_param", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
     ("reuse_fp32_param", "bf16", True, "the bf16 weights are half of the fp32 ones"),
+    ("gemm_gradient_accumulation_fusion", "bf16", True, "its operator multiplies 16-bit numbers"),
+    ("gemm_gradient_accumulation_fusion", "grad_reduce_in_fp32", True, "its operator adds to fp32 sums"),
 )
 # Megatron-core's names of a layer's linear modules
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

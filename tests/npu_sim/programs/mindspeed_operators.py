@@ -40,6 +40,12 @@ def _grouped_matmul_backward(grad, x, weight, group_list, group_list_type):
     return [grad_rows], [grad_weights], []
 
 
+def _grouped_matmul_backward_fusion(grad, weight, group_list, group_list_type):
+    with _disable_current_modes():
+        upstream = grad[0].split(_groups(group_list))
+        return [torch.cat([part @ matrix.t() for part, matrix in zip(upstream, weight[0])])], [], []
+
+
 def _adam_w(
     param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, max_exp_avg_sq: torch.Tensor,
     step: torch.Tensor, *settings: float,
@@ -52,7 +58,11 @@ def _adam_w(
 OPERATORS = {
     "npu_rotary_position_embedding": {"npu_rotary_position_embedding": _rotary},
     "npu_apply_fused_adamw_v2": {"npu_apply_fused_adamw_v2": _adam_w},
-    "grouped_matmul": {"npu_gmm": _grouped_matmul, "npu_gmm_backward": _grouped_matmul_backward},
+    "grouped_matmul": {
+        "npu_gmm": _grouped_matmul,
+        "npu_gmm_backward": _grouped_matmul_backward,
+        "npu_gmm_backward_fusion": _grouped_matmul_backward_fusion,
+    },
 }
 
 

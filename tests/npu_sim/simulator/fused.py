@@ -373,6 +373,30 @@ KERNELS: dict[str, Callable] = {
 }
 
 
+def _grouped_matmul_add(
+    self: Tensor, x: Tensor, weight: Tensor, group_list: Tensor, *, transpose_x: bool = True, transpose_weight: bool = False,
+    group_type: int = 2, group_list_type: int | None = 0,
+) -> Tensor:  # fmt: skip
+    """Adds x_i^T weight_i of the rows of each group to its matrix of self, with sums in float32."""
+    calls["npu::npu_grouped_matmul_add_"] += 1
+    totals, left, right, ends = (cpu_view(value) for value in (self, x, weight, group_list))
+    forms = totals.dim() == 3 and left.dim() == right.dim() == 2 and transpose_x and not transpose_weight and group_type == 2
+    types = totals.dtype == torch.float32 and left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16)
+    sizes = len(ends) == len(totals) <= 1024 and totals.shape[1:] == (left.shape[1], right.shape[1])
+    if not (forms and types and sizes and ends.dtype == torch.int64 and group_list_type == 0 and totals.is_contiguous()):
+        raise RuntimeError(
+            f"npu_grouped_matmul_add_: {list(totals.shape)} {totals.dtype} += {list(left.shape)} {left.dtype} x "
+            f"{list(right.shape)} {right.dtype} in {len(ends)} groups is not supported"
+        )
+    if max(totals.shape[1:]) >= 65536 or int(ends[-1]) > len(left) or (ends.diff(prepend=ends.new_zeros(1)) < 0).any():
+        raise RuntimeError(f"npu_grouped_matmul_add_: rows of {list(totals.shape)}, or groups that end at {ends.tolist()}")
+    start = 0
+    for total, end in zip(totals, ends.tolist()):
+        total += left[start:end].float().t() @ right[start:end].float()
+        start = end
+    return self
+
+
 def _kernel(name: str, function: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         calls[f"npu::{name}"] += 1
@@ -403,4 +427,6 @@ def install() -> None:
     """Overrides the fused operators; one the wheel does not have is an error."""
     for name, function in KERNELS.items():
         _library.impl(getattr(torch.ops.npu, name).default, _kernel(name, function), "PrivateUse1", allow_override=True)
+    add = recorded("npu::npu_grouped_matmul_add_", _grouped_matmul_add)
+    _library.impl(torch.ops.npu.npu_grouped_matmul_add_.default, add, "PrivateUse1", allow_override=True)
     _aten.impl("_fused_adamw_", recorded("aten::_fused_adamw_", _fused_adamw), "PrivateUse1", allow_override=True)

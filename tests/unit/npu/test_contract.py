@@ -44,9 +44,7 @@ GUARDED = {"mindspeed_rl/engine/lora_experts.py": {"megatron": {"0.16.1"}}}
 #: name -> releases without it; our code looks before it uses the name, and refuses the key that asks for it
 MISSING = {
     "torch_npu.npu_ring_attention_update": {"2.9.0"},
-    # not looked up in these branches, which cannot be installed
     "mindspeed.core.ssm.chunk_gated_delta_rule.chunk_gated_delta_rule": {"core_r0.17.0", "core_r0.18.0"},
-    "mindspeed.ops.triton.utils.get_available_device": {"core_r0.17.0", "core_r0.18.0"},
 }
 
 RECORD = json.loads(contract.PINNED.read_text())
