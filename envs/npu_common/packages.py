@@ -158,7 +158,7 @@ def _find_python(version: str) -> str:
     python = shutil.which(f"python{version}")
     if python and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
         return python
-    print(f"no python{version} with pip is here: {sys.executable} resolves for it, where pip may fail", file=sys.stderr)
+    print(f"no python{version} with pip is on PATH: {sys.executable} resolves for it, where pip may fail", file=sys.stderr)
     return sys.executable
 
 
@@ -260,7 +260,10 @@ def main() -> None:
     elif arguments.what == "requirements":
         print(*requirements(line, importlib.metadata.requires("vllm") or ()), sep="\n")
     else:
-        resolved = resolve(line, LINES[line].hosts, recorded=not arguments.write)
+        try:
+            resolved = resolve(line, LINES[line].hosts, recorded=not arguments.write)
+        except subprocess.CalledProcessError:
+            sys.exit(f"packages.py: pip failed for line {line}, as it says; each host needs its own Python with pip on PATH")
         if arguments.write:
             head = f"# {line}: what `packages.py resolve {line} --write` found for every host of the line"
             (HERE / f"resolved-{line}.txt").write_text("\n".join([head, *record(resolved)]) + "\n")

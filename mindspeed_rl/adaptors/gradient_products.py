@@ -66,6 +66,22 @@ def add_linear_gradient(inputs: Tensor, upstream: Tensor, total: Tensor) -> None
         _add(total.unsqueeze(0), upstream, inputs, _one_group(len(inputs), total.device))
 
 
+def compute_weight_gradient(inputs: Tensor, upstream: Tensor, weight: Any, total: Tensor | None) -> Tensor | None:
+    """Return the gradient of a weight, or what Megatron's hook ignores where the product adds it to its sum.
+
+    Args:
+        inputs: [tokens, in].
+        upstream: [tokens, out], the gradient of the outputs.
+        weight: [out, in]; a parameter with Megatron's marks.
+        total: the sum, [out, in] float32; None where the caller wants the gradient.
+    """
+    if total is None:
+        return upstream.t().matmul(inputs) if weight.requires_grad else None
+    add_linear_gradient(inputs, upstream, total)
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
+
+
 def _add_groups(inputs: Tensor, upstream: Tensor, ends: Tensor, total: Tensor) -> None:
     """Add the gradients of experts to their sums, as MindSpeed calls its operator in the backward pass.
 

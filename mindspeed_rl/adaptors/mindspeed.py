@@ -11,6 +11,7 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | packed RoPE | rope_utils._apply_rotary_pos_emb_thd | see `packed_rope` |
 | rotation, optimizer | several | see `fused_steps` |
 | gradients of linear weights | several | see `gradient_products` |
+| tensor parallel layers | several | see `parallel_products` |
 | swapped optimizer | SwapDistributedOptimizer | see `swapped_optimizer` |
 | scan | patch_utils.sys | every patch searches all modules, ten seconds of a processor in each process; lazy ones then import \
 half of their package or fail |
@@ -60,6 +61,7 @@ from mindspeed_rl.adaptors import (
     npu_attention,
     npu_experts,
     packed_rope,
+    parallel_products,
     swapped_optimizer,
 )
 from mindspeed_rl.config import MegatronConfig
@@ -269,6 +271,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     packed_rope.adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
     fused_steps.apply()
     gradient_products.apply()
+    parallel_products.configure(asked=config.use_ascend_mc2)
     megatron_recompute.apply()
     megatron_padded_states.apply()
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer

@@ -111,10 +111,6 @@ IGNORED: dict[str, dict[str, IgnoredKey]] = {
         "use_cp_send_recv_overlap": IgnoredKey(
             bool, False, "ring attention: overlap sending and receiving", "环形注意力：收发重叠",
             ("the ring always overlaps them with attention", "环总是与注意力重叠")),
-        "use_ascend_mc2": IgnoredKey(
-            bool, False, "matrix products fused with tensor parallel communication", "矩阵乘与张量并行通信融合",
-            ("MindSpeed core_r0.16.0's classes for it do not take the process group that Megatron 0.16 gives them",
-             "MindSpeed core_r0.16.0 的相应类不接受 Megatron 0.16 传入的进程组")),
         "shape_order": IgnoredKey(
             Literal["SBH", "BSH", "BSND", "BNSD", "TND"], "SBH", "memory order of the fused attention", "融合注意力的内存顺序",
             ("packed rows are TND, padded ones BSND", "打包的行为 TND，填充的行为 BSND")),

@@ -35,6 +35,7 @@ NEEDED_BY_MINDSPEED = (
     ("reuse_fp32_param", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
     ("reuse_fp32_param", "bf16", True, "the bf16 weights are half of the fp32 ones"),
     ("gemm_gradient_accumulation_fusion", "bf16", True, "its operator multiplies 16-bit numbers"),
+    ("use_ascend_mc2", "bf16", True, "its operators multiply 16-bit numbers"),
     ("gemm_gradient_accumulation_fusion", "grad_reduce_in_fp32", True, "its operator adds to fp32 sums"),
 )
 # Megatron-core's names of a layer's linear modules
@@ -426,6 +427,8 @@ class _KernelKeys:
     use_fused_ring_attention_update: bool = key(False, "ring attention: merge partial results in one kernel",
         "环形注意力：用一个算子合并部分结果", needs=("context_parallel_algo", ("megatron_cp_algo",)), only_on="npu",
         on_resume="exact")
+    use_ascend_mc2: bool = key(False, "fuse matrix products of tensor parallel layers with their collectives",
+        "张量并行层的矩阵乘与其通信融合为一个算子", needs=("sequence_parallel", (True,)), only_on="npu", on_resume="exact")
     use_ascend_coc: bool = key(False, "overlap tensor parallel communication with computation", "张量并行的通信与计算重叠",
         only_on="npu", on_resume="exact")
     coc_mode: int = key(-1, "variant of that overlap", "该重叠的方式", range=Bounds(-1, 2), needs=("use_ascend_coc", (True,)),

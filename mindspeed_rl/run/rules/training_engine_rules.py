@@ -121,7 +121,7 @@ _FSDP = _EngineLimits(
         "hccl_group_buffer": "its one group has rl_config.hccl_buffersize",
         "gemm_gradient_accumulation_fusion": "it is a kernel of Megatron's layers",
         **dict.fromkeys(
-            "use_fused_ring_attention_update use_ascend_coc coc_mode coc_parallel_num coc_fused_kernel".split(),
+            "use_fused_ring_attention_update use_ascend_mc2 use_ascend_coc coc_mode coc_parallel_num coc_fused_kernel".split(),
             "it is a kernel of Megatron's layers",
         ),
         "muon_tp_mode": _SHARDS,

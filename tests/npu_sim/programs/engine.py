@@ -165,7 +165,7 @@ def main() -> None:
 
     folder = Path(os.environ["NPU_SIM_REPORT_DIR"], f"model{os.environ['RANK']}")
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MODELS[settings.get("model", "qwen2")]))
+    (folder / "config.json").write_text(json.dumps(MODELS[settings.get("model", "qwen2")] | settings.get("sizes", {})))
     plan = plan_model(config, folder)
     info = parallel.RankInfo.from_env()
     platform.current().set_device(info.local_rank)

@@ -61,7 +61,7 @@ class _Step:
         return list(vars(self).values())
 
 
-class _Group:
+class Communicator:
     """The communicator that a name stands for now."""
 
     def __init__(self, operator: str, name: str, size: int, rank: int) -> None:
@@ -83,7 +83,7 @@ class _Group:
         """Return what each device says."""
         mine, all_facts = torch.tensor(facts), torch.empty(self.size, len(facts), dtype=torch.long)
         addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (mine, all_facts))
-        self._check(self.library.HcclAllGather(*addresses, ctypes.c_uint64(len(facts)), _INT64, self.handle, None))
+        self.check(self.library.HcclAllGather(*addresses, ctypes.c_uint64(len(facts)), _INT64, self.handle, None))
         return all_facts.tolist()
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -96,15 +96,15 @@ class _Group:
             starts = [sum(sizes[:index]) for index in range(self.size)]
             both = ((ctypes.c_uint64 * self.size)(*numbers) for numbers in (sizes, starts))
             sides += [ctypes.c_void_p(tensor.data_ptr()), *both, _INT8]
-        self._check(self.library.HcclAlltoAllV(*sides, self.handle, None))
+        self.check(self.library.HcclAlltoAllV(*sides, self.handle, None))
         return out
 
-    def _check(self, error: int) -> None:
+    def check(self, error: int) -> None:
         if error:
             raise RuntimeError(f"{self.operator}: HCCL's error {error}, which stderr explains")
 
 
-def _meet(operator: str, group: _Group, step: _Step, counts: list[int]) -> list[list[int]]:
+def _meet(operator: str, group: Communicator, step: _Step, counts: list[int]) -> list[list[int]]:
     """Return the counts of all devices, once their calls fit each other and the buffer."""
     sound = 0 < step.tokens <= MOST_TOKENS and 0 < step.choices <= MOST_CHOICES and step.experts <= MOST_EXPERTS
     if not sound or step.experts % group.size:
@@ -135,7 +135,7 @@ def _align(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-def _global_tokens(step: _Step, group: _Group) -> int:
+def _global_tokens(step: _Step, group: Communicator) -> int:
     return step.global_tokens or step.tokens * group.size
 
 
@@ -192,7 +192,7 @@ def _dispatch(number: int, operator: str) -> Callable[..., tuple[Tensor, ...]]:
             each expert; sums of the rows so far by expert and device; of tensor parallelism; weights of the rows.
         """
         _refuse(operator, settings)
-        group = _Group(operator, group_ep, ep_world_size, ep_rank_id)
+        group = Communicator(operator, group_ep, ep_world_size, ep_rank_id)
         (tokens, width), choices = x.shape, expert_ids.shape[1]
         step = _Step(number, tokens, choices, width, x.element_size(), moe_expert_num, settings.get("global_bs", 0))
         active = _count_active(operator, settings.get("x_active_mask"), tokens)
@@ -255,7 +255,7 @@ def _combine(number: int, operator: str) -> Callable[..., Tensor]:
             expert_scales: [BS, K] float32.
         """
         _refuse(operator, settings)
-        group = _Group(operator, group_ep, ep_world_size, ep_rank_id)
+        group = Communicator(operator, group_ep, ep_world_size, ep_rank_id)
         (tokens, choices), width, local = expert_ids.shape, expand_x.shape[1], moe_expert_num // ep_world_size
         active = _count_active(operator, settings.get("x_active_mask"), tokens)
         experts = _choose(operator, expert_ids, active, moe_expert_num).flatten()

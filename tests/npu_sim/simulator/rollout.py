@@ -9,6 +9,7 @@
 | `npu::npu_dynamic_quant`, `npu::npu_quant_matmul` | the aclnn kernels of int8 products |
 | `npu::npu_top_k_top_p` | the aclnn kernel of sampling from fewer tokens |
 | `npu::npu_grouped_matmul`, `npu::npu_moe_token_permute`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
+| `npu::npu_all_gather_base_mm`, `npu::npu_mm_reduce_scatter_base` | see `parallel_products` |
 | `npu::npu_moe_distribute_dispatch`, `npu::npu_moe_distribute_combine`, `_v2` of both | see `mc2` |
 | `atb::npu_paged_cache_load`, `npu::npu_attention_update` | the kernels of latent attention's chunks |
 | `npu::npu_scatter_pa_kv_cache`, `npu::npu_gather_pa_kv_cache` | a 950's, for the atb operators of its cache |
@@ -36,7 +37,7 @@ from typing import Any
 
 import torch
 
-from simulator import calls, mc2
+from simulator import calls, mc2, parallel_products
 from simulator.fused import Tensor, _kernel, _rms_norm, _rotary
 from simulator.graphs import recorded
 from simulator.memory import cpu_view, device_copy
@@ -734,7 +735,7 @@ def install() -> None:
         atb.impl(name, recorded(f"atb::{name}", function), "PrivateUse1")
         setattr(_atb_ops.ATB_MODULE, name, getattr(torch.ops.atb, name))
     npu = torch.library.Library("npu", "IMPL")
-    for name, function in (KERNELS | mc2.KERNELS).items():
+    for name, function in (KERNELS | mc2.KERNELS | parallel_products.KERNELS).items():
         npu.impl(getattr(torch.ops.npu, name).default, _kernel(name, function), "PrivateUse1", allow_override=True)
     for name, function in _WRITING.items():
         write = recorded(f"npu::{name}", globals()[function])

@@ -89,12 +89,15 @@ ELSEWHERE: dict[str, str] = {
     "workers/stages/preference.py": "cpo_beta cpo_alpha orpo_lambda kto_loss_type kto_beta "
     "kto_desirable_weight kto_undesirable_weight",
     "workers/stages/stage.py": "full_shuffle_instruction_dataset sft_loss_type",
-    "adaptors/mindspeed.py": "hccl_group_buffer use_fused_ring_attention_update use_fused_moe_token_permute_and_unpermute",
+    "adaptors/mindspeed.py": "use_ascend_mc2 hccl_group_buffer use_fused_ring_attention_update "
+    "use_fused_moe_token_permute_and_unpermute",
+    # on devices with kernels for it
+    "engine/build.py": "gemm_gradient_accumulation_fusion",
     # of models of images, without config.json
     "models/model_keys.py": "model_type",
     "adaptors/vllm_ascend.py": "expert_map_path additional_config sleep_mode_extra_cleanup",
     # left off, which explain says with the reason
-    "config/keys/megatron.py": "gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
+    "config/keys/megatron.py": "moe_alltoall_overlap_comm use_ascend_coc "
     "dynamic_context_parallel "
     "recompute_activation_function swap_attention reuse_fp32_param",
     "run/placement.py": "enable_expert_parallel infer_expert_parallel_size reference_resource reward_resource "

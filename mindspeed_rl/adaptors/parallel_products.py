@@ -1,0 +1,186 @@
+"""Products of tensor parallel layers fused with their collectives (`use_ascend_mc2`): a part is sent while others are computed.
+
+| patch | symbol | why |
+|---|---|---|
+| layers | ColumnParallelLinear, RowParallelLinear: \
+__init__, forward | with sequence parallelism Megatron gathers rows before a product, and scatters sums after it |
+
+`npu_all_gather_base_mm` is the forward pass of a layer that is divided over its outputs and the backward pass of one that is
+divided over its inputs, `npu_mm_reduce_scatter_base` the forward pass of the latter. The backward pass of the former has two
+products, behind each of which its collective hides, as in Megatron. MindSpeed's classes of this name do not take the process
+group that Megatron 0.16 gives them. Layers of experts, layers whose weights are frozen while others train, and products of
+fewer than 256 columns are left as they are.
+
+Checked on the simulated NPU, where the numbers are those of the plain layers; not verified on NPU hardware.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rl.adaptors.gradient_products import compute_weight_gradient
+
+#: columns of the left matrix that the operators take
+_LEAST_WIDTH, _WIDTH_LIMIT = 256, 65535
+#: ranks of a group; 16 on A3
+_SIZES = (2, 4, 8, 16)
+#: torch_npu's number of an Ascend 950
+_SOC_950 = 260
+#: whether layers that are built now are fused
+_asked = False
+
+_Group = dist.ProcessGroup
+
+
+def configure(*, asked: bool) -> None:
+    """Patch the layers of megatron.core, of which those built from now on are fused where it is asked for. Idempotent.
+
+    Raises:
+        ValueError: this device has no such operators.
+    """
+    global _asked
+    import torch_npu
+
+    if asked and torch_npu.npu.get_soc_version() >= _SOC_950:
+        raise ValueError("use_ascend_mc2: the operators are those of A2 and A3; an Ascend 950 does not have them.")
+    _asked = asked
+    layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
+    for owner, build in ((layers.ColumnParallelLinear, _build_column), (layers.RowParallelLinear, _build_row)):
+        if asked and not hasattr(owner.forward, "fuses_collectives"):
+            owner.__init__ = _note(owner.__init__)
+            owner.forward = build(owner.forward)
+
+
+def _note(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def noting_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.fuses_collectives = _asked and self.sequence_parallel and not self.is_expert and self.tp_group.size() in _SIZES
+
+    return noting_init
+
+
+def _is_fused(layer: Any) -> bool:
+    """Return True where the weights train, or nothing does."""
+    return layer.fuses_collectives and (layer.weight.requires_grad or not torch.is_grad_enabled())
+
+
+def _build_column(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def forward(
+        self: Any, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        gathers = self.gather_output or runtime_gather_output
+        if weight is not None or gathers or self.disable_grad_reduce or not _is_fused(self):
+            return plain(self, input_, weight, runtime_gather_output)
+        output = _GatheredProduct.apply(input_, self.weight, self.tp_group, self.gradient_accumulation_fusion)
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias, None
+
+    forward.fuses_collectives = True  # pyrefly: ignore[missing-attribute]  (the mark of a patched class)
+    return forward
+
+
+def _build_row(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def forward(self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.input_is_parallel or not _is_fused(self):
+            return plain(self, input_)
+        output = _ScatteredProduct.apply(input_, self.weight, self.tp_group, self.gradient_accumulation_fusion)
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias, None
+
+    forward.fuses_collectives = True  # pyrefly: ignore[missing-attribute]  (the mark of a patched class)
+    return forward
+
+
+class _GatheredProduct(torch.autograd.Function):
+    """[tokens / ranks, batch, in] and [out / ranks, in] -> [tokens, batch, out / ranks]."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx: Any, inputs: Tensor, weight: Tensor, group: _Group, adds: bool
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.group, ctx.main_grad = group, getattr(weight, "main_grad", None) if adds else None
+        product, _ = _gather_and_multiply(inputs.flatten(0, 1), weight.t(), group)
+        return product.view(-1, inputs.size(1), weight.size(0))
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]  (as above)
+        ctx: Any, upstream: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        rows, upstream = inputs.flatten(0, 1).contiguous(), upstream.flatten(0, 1).contiguous()
+        gathered = rows.new_empty(len(upstream), rows.size(1))
+        handle = dist.all_gather_into_tensor(gathered, rows, group=ctx.group, async_op=True)
+        sums = upstream.matmul(weight)
+        handle.wait()
+        of_inputs = torch.empty_like(rows)
+        handle = dist.reduce_scatter_tensor(of_inputs, sums, group=ctx.group, async_op=True)
+        of_weight = compute_weight_gradient(gathered, upstream, weight, ctx.main_grad)
+        handle.wait()
+        return of_inputs.view_as(inputs), of_weight, None, None
+
+
+class _ScatteredProduct(torch.autograd.Function):
+    """[tokens, batch, in / ranks] and [out, in / ranks] -> [tokens / ranks, batch, out], the sum over ranks."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx: Any, inputs: Tensor, weight: Tensor, group: _Group, adds: bool
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.group, ctx.main_grad = group, getattr(weight, "main_grad", None) if adds else None
+        product = _multiply_and_scatter(inputs.flatten(0, 1), weight.t(), group)
+        return product.view(-1, inputs.size(1), weight.size(0))
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]  (as above)
+        ctx: Any, upstream: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        of_inputs, gathered = _gather_and_multiply(upstream.flatten(0, 1), weight, ctx.group)
+        of_weight = compute_weight_gradient(inputs.flatten(0, 1), gathered, weight, ctx.main_grad)
+        return of_inputs.view_as(inputs), of_weight, None, None
+
+
+def _gather_and_multiply(rows: Tensor, matrix: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
+    """Return the product of all ranks' rows [n, k] with a matrix [k, m], and these rows: [ranks * n, m], [ranks * n, k]."""
+    import torch_npu
+
+    rows = rows.contiguous()
+    if _LEAST_WIDTH <= rows.size(1) < _WIDTH_LIMIT:
+        return torch_npu.npu_all_gather_base_mm(rows, matrix, _get_name(group), group.size())
+    gathered = rows.new_empty(group.size() * len(rows), rows.size(1))
+    dist.all_gather_into_tensor(gathered, rows, group=group)
+    return gathered.matmul(matrix), gathered
+
+
+def _multiply_and_scatter(rows: Tensor, matrix: Tensor, group: _Group) -> Tensor:
+    """Return this rank's rows of the sum over ranks of [n, k] times [k, m]: [n / ranks, m]."""
+    import torch_npu
+
+    rows = rows.contiguous()
+    if _LEAST_WIDTH <= rows.size(1) < _WIDTH_LIMIT:
+        return torch_npu.npu_mm_reduce_scatter_base(rows, matrix, _get_name(group), group.size())
+    product = rows.matmul(matrix)
+    share = product.new_empty(len(product) // group.size(), product.size(1))
+    dist.reduce_scatter_tensor(share, product, group=group)
+    return share
+
+
+@functools.lru_cache(maxsize=8)
+def _get_name(group: _Group) -> str:
+    """Return the name of the group's communicator in HCCL."""
+    backend: Any = group._get_backend(torch.device("npu"))
+    return backend.get_hccl_comm_name(dist.get_rank(group))
