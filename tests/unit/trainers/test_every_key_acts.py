@@ -91,8 +91,6 @@ ELSEWHERE: dict[str, str] = {
     "workers/stages/stage.py": "full_shuffle_instruction_dataset sft_loss_type",
     "adaptors/mindspeed.py": "use_ascend_mc2 hccl_group_buffer use_fused_ring_attention_update "
     "use_fused_moe_token_permute_and_unpermute",
-    # on devices with kernels for it
-    "engine/build.py": "gemm_gradient_accumulation_fusion",
     # of models of images, without config.json
     "models/model_keys.py": "model_type",
     "adaptors/vllm_ascend.py": "expert_map_path additional_config sleep_mode_extra_cleanup",
@@ -122,7 +120,7 @@ ELSEWHERE: dict[str, str] = {
     "run/ref_model.py": "ref_model integrated_mode_config",
     "data/prompts.py": "prompt_type_path chat_template_kwargs image_folder",
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16 "
-    "min_dynamic_context_parallel_size",
+    "gemm_gradient_accumulation_fusion min_dynamic_context_parallel_size",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/fsdp/model.py": "fsdp_size",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
