@@ -61,7 +61,7 @@ class NearDuplicates:
         signature = np.full(_NUM_HASHES, np.iinfo(np.uint32).max, np.uint32)
         for start in range(0, len(shingles), _SHINGLES):
             part = shingles[start : start + _SHINGLES, None] * self._factors + self._terms
-            signature = np.minimum(signature, (part >> np.uint64(32)).min(0).astype(np.uint32))
+            signature = np.minimum(signature, (part.min(0) >> np.uint64(32)).astype(np.uint32))
         return signature
 
     def find_originals(self) -> np.ndarray:
