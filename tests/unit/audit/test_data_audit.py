@@ -305,6 +305,7 @@ def test_huge_and_odd_rows_are_audited(audit: Audit) -> None:
         (["--bound=2"], "--bound 2 must be a fraction"),
         (["--clean=/nowhere/x.jsonl"], "/nowhere is not a folder"),
         (["--clean=/"], "--clean /: / is a folder"),
+        (["--clean=/proc/x.jsonl"], "--clean /proc/x.jsonl cannot be written"),
         (["-o/nowhere/x.html"], "--output /nowhere/x.html: /nowhere is not a folder"),
         (["--model=/nowhere/model"], "--model: '/nowhere/model' does not exist"),
         (["megatron_training.tokenizer_name_or_path=null"], "tokenizer_name_or_path: not set"),
@@ -333,7 +334,7 @@ def test_no_output_takes_the_place_of_data_or_of_another_output(
         text = f"{option} {train} is a file of megatron_training.data_path"
         assert_refused(audit, capfd, text, f"{option}={train}")
         assert len(train.read_text().splitlines()) == 3
-    text = f"--clean {held_out} is a file of megatron_training.eval_data_path"
+    text = f"--clean {held_out} is a file of megatron_training.eval_data_path; write another one"
     assert_refused(audit, capfd, text, f"--clean={held_out}", held_out=ROWS[5:7])
     twice = [f"--clean={tmp_path}/c.jsonl", f"--output={tmp_path}/c.dropped.jsonl"]
     assert_refused(audit, capfd, "--clean (its second file) and --output write the same file", *twice)
