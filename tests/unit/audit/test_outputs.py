@@ -97,6 +97,14 @@ def test_a_page_does_not_take_the_place_of_what_is_read(
     assert len(file.read_text().splitlines()) == (1 if name == "heldout" else len(ROWS))
 
 
+def test_what_a_reward_prints_is_not_in_the_result(audit: Audit, tmp_path: Path) -> None:
+    prints = REWARD.replace("float:", "float:\n    print('loud')").format(folder=tmp_path)
+    (tmp_path / "rewards.py").write_text(f"print('loaded')\n{prints}")
+    keys = [f"rl_config.external_plugins=[{tmp_path}/rewards.py]", "rl_config.verifier_function=[called]"]
+    code, found = audit("reward", ROWS, *keys, "--rows=1")
+    assert code == 0 and found["functions"] == ["called"] and (tmp_path / "called").exists()
+
+
 def test_an_older_page_is_replaced_when_the_audit_ends_and_stays_where_it_is_refused(
     audit: Audit, refused: Callable[..., str], tmp_path: Path
 ) -> None:
