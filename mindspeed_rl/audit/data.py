@@ -434,7 +434,8 @@ def _describe_plan(audit: DataAudit, run: Run) -> Iterator[str]:
         kept = kept[fits_limit(kept, run.rl.max_prompt_length, run.rl.long_prompts)]
     batch = 0 if run.sizes is None else run.sizes.rollout_prompts
     if 0 < len(kept) < batch:
-        yield f"{len(kept):,} prompts are fewer than the {batch} of a rollout (global_batch_size): each comes several times."
+        prompts = "1 prompt is" if len(kept) == 1 else f"{len(kept):,} prompts are"
+        yield f"{prompts} fewer than the {batch} of a rollout (global_batch_size): each comes several times."
     longest = int(kept.max(initial=0))
     if longest and longest < _USED_LENGTH * run.rl.max_prompt_length:
         yield (

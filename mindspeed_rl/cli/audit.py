@@ -29,6 +29,8 @@ from mindspeed_rl.run.draft import draft
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mindspeed_rl.inference.session import Session
+
 _USAGE = """usage: mindspeed-rl audit <kind> --config-name RUN [options] [key=value ...]
 
 kinds:
@@ -146,11 +148,13 @@ def _audit_data(argv: list[str]) -> int:
     for option in ("clean", "pass_rates"):
         if getattr(arguments, option) is not None:
             check_cleanable(train, f"--{option.replace('_', '-')}")
-    if arguments.model is not None:
-        registry.load("mindspeed_rl.audit.reward:select_functions", "audit")(run)  # raises before the data are read
+    session = None
+    if arguments.model is not None:  # both raise before the data are read
+        registry.load("mindspeed_rl.audit.reward:select_functions", "audit")(run)
+        session = _open_model(arguments, run)
     audit = audit_data(train, held_out, run, report=print_status)
-    if arguments.model is not None:
-        audit.pass_rates = _sample(arguments, run, train)
+    if session is not None:
+        audit.pass_rates = _sample(arguments, run, train, session)
     if arguments.pass_rates is not None and audit.pass_rates is not None:
         count = write_pass_rates(audit.pass_rates, train, arguments.pass_rates)
         print_status(f"wrote {count:,} rows with a pass rate to {arguments.pass_rates}")
@@ -222,16 +226,21 @@ def _check_sampling(parser: RunParser, arguments: Namespace) -> None:
         parser.error(f"--model: {describe_missing(model)}")
 
 
-def _sample(arguments: Namespace, run: Run, train: RowPart) -> PassRates:
+def _open_model(arguments: Namespace, run: Run) -> Session:
+    """Return the model of `--model`, whose weights are not loaded yet."""
+    open_model = registry.load("mindspeed_rl.cli.audit_samples:open_model", "audit")
+    return open_model(run, arguments.model, arguments.dtype)
+
+
+def _sample(arguments: Namespace, run: Run, train: RowPart, session: Session) -> PassRates:
     """Return the pass rates of the prompts from samples of a model, with the run's sampling and reward functions."""
     sample_run = registry.load("mindspeed_rl.cli.audit_samples:sample_run", "audit")
     return sample_run(
         run,
         train,
-        arguments.model,
+        session,
         num_samples=arguments.samples or 4,
         max_prompts=arguments.max_prompts,
-        dtype=arguments.dtype,
         report=print_status,
     )
 
@@ -278,7 +287,7 @@ def _audit_reward(argv: list[str]) -> int:
     samples = None
     if arguments.model is not None:
         sample_cases = registry.load("mindspeed_rl.cli.audit_samples:sample_cases", "audit")
-        samples = sample_cases(run, cases, arguments.model, num_samples=arguments.samples or 8, dtype=arguments.dtype)
+        samples = sample_cases(run, cases, _open_model(arguments, run), num_samples=arguments.samples or 8)
     audit = audit_reward(run, cases, tokenizer, columns=columns, samples=samples, marked=marked, report=print_status)
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
 

@@ -308,6 +308,7 @@ def test_huge_and_odd_rows_are_audited(audit: Audit) -> None:
         (["--clean=/proc/x.jsonl"], "--clean /proc/x.jsonl cannot be written"),
         (["-o/nowhere/x.html"], "--output /nowhere/x.html: /nowhere is not a folder"),
         (["--model=/nowhere/model"], "--model: '/nowhere/model' does not exist"),
+        ([f"--model={Path(__file__).parent}"], "audit holds neither a Hugging Face model"),
         (["megatron_training.tokenizer_name_or_path=null"], "tokenizer_name_or_path: not set"),
         (["megatron_training.stage=sft"], "stage: sft; the audit is of runs with rollouts"),
     ],
