@@ -281,7 +281,7 @@ class _Labels:
 def audit_data(
     train: RowPart, held_out: Mapping[str, RowPart], run: Run, *, report: Callable[[str], None] = lambda _: None
 ) -> DataAudit:
-    """Audit the prompts of a run; memory grows by some 150 bytes for each row, and with the evaluation sets.
+    """Audit the prompts of a run; memory grows by 170 to 340 bytes for each row, and with the evaluation sets.
 
     Args:
         report: takes a line about what is done.
