@@ -202,7 +202,8 @@ def open_run_data(
     """
     actor = run.config.actor_config
     if run.config.reads_images:
-        raise ValueError("megatron_training.model: a model of images; the audit compares texts, and reads no images.")
+        folder = run.config.model_metadata["actor_config"].folder
+        raise ValueError(f"actor_config.load: {folder} has a model of images; the audit compares texts, and reads no images.")
     train = RowStream.open(run, "data_path", actor.data_path, tokenizer, tools)
     first, second, _ = read_split(actor.split)
     # counted only where it is needed, which is a pass over the data

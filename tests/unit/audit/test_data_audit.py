@@ -353,6 +353,14 @@ def test_data_without_a_row_and_evaluation_sets_without_a_prompt_are_refused(
     assert code == 0 and "1 of 3 rows of the evaluation set" in note and "heldout.jsonl, row 3" in note
 
 
+@pytest.mark.parametrize("kind", ["data", "reward"])
+def test_a_model_of_images_is_refused(audit: Audit, tmp_path: Path, kind: str) -> None:
+    config = {"model_type": "qwen2_5_vl", "image_token_id": 5, "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, text = audit(kind, ROWS[:3], f"actor_config.load={tmp_path}")
+    assert code == 2 and f"actor_config.load: {tmp_path} has a model of images" in text
+
+
 def test_an_audit_of_rewards_without_a_prompt_says_why(audit: Audit) -> None:
     code, text = audit("reward", [{"prompt": "How many?"}])
     assert code == 2 and "train.jsonl has no prompt; train.jsonl, row 1: has no column" in text
