@@ -91,7 +91,7 @@ class NearDuplicates:
         """Return the signatures of some texts, [texts, hashes] uint32; a mapped file would bring all of it to memory."""
         signatures = np.empty((len(texts), _NUM_HASHES), np.uint32)
         for text, signature in zip(texts.tolist(), signatures):
-            os.preadv(self._file.fileno(), [signature], text * signature.nbytes)
+            os.preadv(self._file.fileno(), [signature.data], text * signature.nbytes)
         return signatures
 
     def _list_pairs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
