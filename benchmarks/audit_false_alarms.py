@@ -9,13 +9,18 @@ many of them a cheat or a label that is wrong in every task gets through.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import importlib.util
+import inspect
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +43,7 @@ from mindspeed_rl.rewards.samples import RewardSample
 from mindspeed_rl.run.draft import draft
 
 ROOT = Path(__file__).resolve().parents[1]
-Rows = list[dict[str, str]]
+Rows = list[dict[str, Any]]
 #: verifiers whose labels are tried
 LABEL_TRIALS = ("acc", "accuracy", "math_17k_acc", "math_verify_reward", "gsm8k", "gsm8k_flexible")
 
@@ -46,10 +51,12 @@ LABEL_TRIALS = ("acc", "accuracy", "math_17k_acc", "math_verify_reward", "gsm8k"
 def make_tokenizer(folder: Path) -> str:
     """Write a tokenizer of bytes, and return its folder."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<eos>", *alphabet])}
+    marks = ["<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: index for index, token in enumerate(["<eos>", *marks, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
+    names = {"eos_token": "<eos>", "pad_token": "<eos>", "additional_special_tokens": marks}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     return str(folder)
 
 
@@ -77,7 +84,106 @@ def make_sums(count: int) -> Rows:
     return rows
 
 
-def measure_data(rows: Rows, held_out: Rows, tokenizer_folder: str) -> None:
+def make_chinese(count: int) -> Rows:
+    """Return questions about sentences of the guides in Chinese, with the page as the answer."""
+    sentences: dict[str, str] = {}
+    for page in sorted((ROOT / "docs/zh").glob("*.md")):
+        if page.stem in ("index", "keys", "upstream_commands"):  # generated tables, and links to the other pages
+            continue
+        for sentence in re.split(r"[。\n]", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)):
+            if len(re.findall("[\u4e00-\u9fff]", sentence)) >= 24 and "|" not in sentence:
+                sentences.setdefault(sentence.strip("-# >"), page.stem)
+    chosen = random.Random(0).sample(sorted(sentences), count)
+    return [{"prompt": f"这句话出自哪一页？{sentence}。只写文件名。", "labels": sentences[sentence]} for sentence in chosen]
+
+
+def make_code(count: int) -> Rows:
+    """Return tasks that the docstrings of Python's library describe, with a test each."""
+    found: dict[str, str] = {}
+    for name in sorted(sys.stdlib_module_names):
+        # these print or open windows when they are imported, or have each function under several names
+        if name.startswith("_") or name in ("antigravity", "this", "idlelib", "turtle", "lib2to3", "tkinter", "pdb"):
+            continue
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(name)
+            classes = [value for _, value in inspect.getmembers(module, inspect.isclass) if value.__module__ == name]
+            for owner in (module, *classes):
+                for member, value in inspect.getmembers(owner, inspect.isfunction):
+                    text = inspect.cleandoc(value.__doc__ or "")
+                    # functions of one name have like texts, and a function with two names has one
+                    if value.__module__ == name and len(text.split()) >= 12 and text not in found.values():
+                        found.setdefault(member, text)
+    chosen = random.Random(0).sample(sorted(found), count)
+    return [
+        {"prompt": f"Write the Python function {name}.\n\n{found[name]}", "labels": f"assert callable({name})"}
+        for name in chosen
+    ]
+
+
+def make_choices(solved: Iterable[Mapping[str, str]]) -> Rows:
+    """Return GSM8K's questions with four answers, one of which is right."""
+    draws, rows = random.Random(0), []
+    for row in to_rows(solved):
+        answer = int(row["labels"].replace(",", ""))
+        answers = draws.sample([answer, answer + draws.randint(1, 9), answer * 2 + 1, answer + draws.randint(10, 99)], 4)
+        listed = "\n".join(f"{letter}. {value}" for letter, value in zip("ABCD", answers))
+        rows.append({"prompt": f"{row['prompt']}\n{listed}", "labels": "ABCD"[answers.index(answer)]})
+    return rows
+
+
+def make_units(solved: Iterable[Mapping[str, str]]) -> Rows:
+    """Return GSM8K's questions with numbers and units as answers."""
+    units = ("km", "kg", "cm^2", "%", "dollars", "m/s", "°C", "hours")
+    return [{**row, "labels": f"{row['labels']} {units[place % 8]}"} for place, row in enumerate(to_rows(solved))]
+
+
+def make_talks(solved: Iterable[Mapping[str, str]]) -> Rows:
+    """Return conversations with the tool calls of GSM8K's solutions, whose last step is left to the model."""
+    system, rows = "You are a careful assistant. Use the calculator for every step, and answer with one number.", []
+    for row in solved:
+        turns: list[Mapping[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": row["question"]}]
+        for place, (sum_, result) in enumerate(re.findall(r"<<([^=<>]*)=([^<>]*)>>", row["answer"])[:-1]):
+            call = {"name": "calculator", "arguments": {"expression": sum_}}
+            turns.append({"role": "assistant", "content": "", "tool_calls": [{"id": f"{place}", "function": call}]})
+            turns.append({"role": "tool", "tool_call_id": f"{place}", "content": result})
+        rows.append({"prompt": turns, "labels": row["answer"].rpartition("#### ")[2]})
+    return rows
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Clean rows of a kind.
+
+    Attributes:
+        name: the kind.
+        rows: the rows.
+        verifiers: reward functions that try the labels.
+        function: reward function that is attacked; empty for none.
+        overrides: keys of the run.
+    """
+
+    name: str
+    rows: Rows
+    verifiers: Sequence[str]
+    function: str = "exact_match"
+    overrides: Sequence[str] = ()
+
+
+def list_kinds(solved: Sequence[Mapping[str, str]]) -> list[Kind]:
+    """Return clean rows of other kinds than questions with numbers."""
+    talks = ["megatron_training.prompt_type=qwen3", "megatron_training.map_keys={prompt: prompt, query: '', response: labels}"]
+    return [
+        Kind("sentences in Chinese", make_chinese(1000), ("base_acc", "acc")),
+        Kind("code with tests", make_code(1000), ("code",), ""),
+        Kind("four choices", make_choices(solved), ("multiple_choice",), "multiple_choice"),
+        Kind("numbers with units", make_units(solved), ("acc", "accuracy", "math_verify_reward")),
+        Kind("conversations with tools", make_talks(solved), ("acc", "gsm8k"), overrides=talks),
+    ]
+
+
+def measure_data(
+    name: str, rows: Rows, held_out: Rows, tokenizer_folder: str, verifiers: Sequence[str], overrides: Sequence[str] = ()
+) -> None:
     """Print how many rows have a finding of `audit data`, and its notes."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / name for name in ("train.jsonl", "eval.jsonl")]
@@ -87,15 +193,16 @@ def measure_data(rows: Rows, held_out: Rows, tokenizer_folder: str) -> None:
             f"megatron_training.data_path={paths[0]}",
             f"megatron_training.tokenizer_name_or_path={tokenizer_folder}",
             f"megatron_training.eval_data_path={paths[1] if held_out else 'null'}",
-            f"rl_config.verifier_function=[{','.join(LABEL_TRIALS)}]",
-            f"rl_config.verifier_weight={[1.0] * len(LABEL_TRIALS)}",
-            "rl_config.max_prompt_length=2000",
+            f"rl_config.verifier_function=[{','.join(verifiers)}]",
+            f"rl_config.verifier_weight={[1.0] * len(verifiers)}",
+            "rl_config.max_prompt_length=20000",
+            *overrides,
         ]
         run, tokenizer = draft(load_run_config("grpo_tiny_cpu", None, keys)), load_tokenizer(tokenizer_folder)
         audit = audit_data(*open_run_data(run, tokenizer), run)
-    found = ", ".join(f"{finding.count} {kind}" for kind, finding in audit.findings.items()) or "none"
+    found = ", ".join(f"{finding.count} {kind}: {finding.examples[0]}" for kind, finding in audit.findings.items()) or "none"
     wins = "a constant answer wins" if audit.constant is not None and audit.constant[2] else "no constant answer wins"
-    print(f"audit data: {len(audit.reasons)} of {audit.num_rows} rows ({found}), {wins}, {len(audit.notes)} notes", flush=True)
+    print(f"audit data, {name}: {len(audit.reasons)} of {audit.num_rows} rows ({found}), {wins}", *audit.notes, flush=True)
 
 
 def measure_outages(count: int) -> None:
@@ -249,7 +356,9 @@ def main(argv: Sequence[str]) -> None:
     sys.path.insert(0, str(Path(__file__).parent))  # for the environment
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder))
-        measure_data(gsm8k, held_out, tokenizer)
+        measure_data("GSM8K", gsm8k, held_out, tokenizer, LABEL_TRIALS)
+        for kind in list_kinds(solved):
+            measure_data(kind.name, kind.rows, [], tokenizer, kind.verifiers, kind.overrides)
         if arguments.quick:
             return
         for function in ("exact_match", "acc"):
@@ -261,6 +370,9 @@ def main(argv: Sequence[str]) -> None:
         )
         measure("the quickstart", [{"prompt": f"{n}=", "labels": str(n)} for n in range(10, 60)], "exact_match", tokenizer)
         measure("sums in words", make_sums(1000), "exact_match", tokenizer)
+        for kind in list_kinds(solved):
+            if kind.function:
+                measure(kind.name, kind.rows, kind.function, tokenizer, overrides=kind.overrides)
 
 
 if __name__ == "__main__":

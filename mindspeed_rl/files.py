@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -181,6 +182,20 @@ def write_file(
                 if error.errno not in _CANNOT_RESERVE:
                     raise
         file.write(data)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Check that a file can be written later, which leaves nothing behind.
+
+    Raises:
+        FileWriteError: no permission, or no folder.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        if target.is_file() or not target.exists():
+            tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise FileWriteError(error.errno, f"{path} cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager

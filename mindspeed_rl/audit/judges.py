@@ -124,6 +124,25 @@ def _read_mark(value: object, where: str) -> bool:
     )
 
 
+def has_marked_criteria(rows: Sequence[JudgedRow]) -> bool:
+    """Return True where people have marked criteria, not responses."""
+    return any(row.human is not None and len(row.human) > 1 for row in rows)
+
+
+def _check_marks(form: JudgeForm, rows: Sequence[JudgedRow]) -> None:
+    """Raise ValueError where people have marked another number of criteria than the rubric of a row has."""
+    for row in rows:
+        if row.human is None:
+            continue
+        try:
+            criteria = form.write_request(row.sample).criteria
+        except JudgeError:  # it has no rubric, which the report shows
+            continue
+        if criteria is None or len(criteria) != len(row.human):
+            there = "the run has no rl_config.judge_rubric" if criteria is None else f"its rubric has {len(criteria)}"
+            raise ValueError(f"{row.where}: people have marked {len(row.human)} criteria, but {there}")
+
+
 def ask_judges(
     judges: Sequence[JudgeAddress],
     settings: RewardSettings,
@@ -137,9 +156,12 @@ def ask_judges(
         settings: prompt or rubric, parser and limits of all.
 
     Raises:
-        ValueError: the settings are wrong.
+        ValueError: the settings are wrong, or people have marked another number of criteria than the rubric has; no judge has
+            been asked.
     """
     form, panel = JudgeForm(settings), list[Panelist]()
+    if has_marked_criteria(rows):
+        _check_marks(form, rows)
     outages = {judge.name: Outage(judge.name) for judge in judges}
     for vote in list_votes(judges, settings.judge_repeats):
         report(f"{vote.name}: {len(rows):,} responses")
@@ -190,23 +212,11 @@ class JudgeAudit:
         rows: the responses.
         panel: scores and verdicts of each judge.
         threshold: score from which a judge finds a response right.
-
-    Raises:
-        ValueError: people have marked another number of criteria than the rubric has.
     """
 
     rows: Sequence[JudgedRow]
     panel: Sequence[Panelist]
     threshold: float = 0.5
-
-    def __post_init__(self) -> None:
-        for index, row in enumerate(self.rows if self.people_mark_criteria else ()):
-            counts = {len(met) for one in self.panel if (met := one.met[index]) is not None}
-            if row.human is not None and (not self.has_criteria or counts - {len(row.human)}):
-                criteria = (
-                    f"its rubric has {max(counts)}" if counts else "no judge has judged criteria (rl_config.judge_rubric)"
-                )
-                raise ValueError(f"{row.where}: people have marked {len(row.human)} criteria, but {criteria}")
 
     def _list_verdicts(self, one: Panelist, by_criterion: bool) -> Verdicts:
         if by_criterion:
@@ -228,7 +238,7 @@ class JudgeAudit:
     @property
     def people_mark_criteria(self) -> bool:
         """True where people have marked criteria, not responses."""
-        return any(row.human is not None and len(row.human) > 1 for row in self.rows)
+        return has_marked_criteria(self.rows)
 
     @property
     def table(self) -> list[tuple[bool | None, ...]]:

@@ -16,6 +16,8 @@ from mindspeed_rl.audit.texts import hash_n_grams, hash_words
 _SIZE, _SHARE = 8, 0.5
 #: evaluation prompts from which a run is the task's wording: at least this many, and this share of them
 _COMMON, _COMMON_SHARE = 3, 0.01
+#: entries of the table of last bits per run
+_SPARSE = 16
 
 
 class OverlapIndex:
@@ -26,7 +28,7 @@ class OverlapIndex:
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        grams = [hash_n_grams(hash_words(text), _SIZE) for text in texts]
+        grams = [np.unique(hash_n_grams(hash_words(text), _SIZE)) for text in texts]
         rows = np.repeat(np.arange(len(grams)), [len(each) for each in grams])
         joined = np.concatenate([np.zeros(0, np.uint64), *grams])
         values, first, counts = np.unique(joined, return_index=True, return_counts=True)
@@ -35,6 +37,10 @@ class OverlapIndex:
         self._common = values[~is_own]
         # a run of two prompts is the first one's
         self._sizes = np.bincount(self._rows, minlength=len(grams))
+        # a table of their last bits, by which most runs of a prompt need no search
+        self._mask = np.uint64((1 << (_SPARSE * len(self._values)).bit_length()) - 1)
+        self._has_bits = np.zeros(int(self._mask) + 1, bool)
+        self._has_bits[self._values & self._mask] = True
 
     def find(self, words: np.ndarray) -> tuple[int, float] | None:
         """Return the index of the evaluation prompt that a prompt overlaps with, and the share; None for none.
@@ -43,14 +49,17 @@ class OverlapIndex:
             words: hashes of the words of the prompt, normalised.
         """
         grams = hash_n_grams(words, _SIZE)
-        grams = grams[~np.isin(grams, self._common, assume_unique=True)] if len(self._common) else grams
-        if not len(grams) or not len(self._values):
+        if not len(self._find_places(grams[self._has_bits[grams & self._mask]])):  # of most prompts no run is there
             return None
-        places = np.searchsorted(self._values, grams)
-        places = places[self._values[np.minimum(places, len(self._values) - 1)] == grams]
-        if not len(places):
-            return None
+        grams = np.unique(grams)
+        grams = grams[~np.isin(grams, self._common, assume_unique=True)]
+        places = self._find_places(grams)
         rows, counts = np.unique(self._rows[places], return_counts=True)
         shares = np.maximum(counts / self._sizes[rows], counts / len(grams))
         best = int(shares.argmax())
         return (int(rows[best]), float(shares[best])) if shares[best] >= _SHARE else None
+
+    def _find_places(self, grams: np.ndarray) -> np.ndarray:
+        """Return the places of those of some runs that evaluation prompts have."""
+        places = np.searchsorted(self._values, grams)
+        return places[self._values[np.minimum(places, len(self._values) - 1)] == grams]

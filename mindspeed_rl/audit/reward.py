@@ -350,7 +350,9 @@ def select_functions(run: Run) -> tuple[list[str], list[float], list[str]]:
         names.append(ENVIRONMENT_CHECK)
         weights.append(run.rl.trajectory_reward_weight)
     elif run.rl.agent_loop_name in ("environment", "program", "roles"):
-        skipped.append("rewards of the environment: it plays samples itself, and judges no response of another one.")
+        skipped.append(
+            "rewards of the environment: it plays samples itself, or has several roles, and judges no response of another one."
+        )
     if not names:
         raise ValueError(f"audit reward: no reward function of this run can be audited here. {' '.join(skipped)}".strip())
     return names, weights, skipped

@@ -68,6 +68,11 @@ class AuditRow:
         return f"{Path(self.path).name}, row {self.number}"
 
 
+def list_row_files(data_path: str) -> list[Path]:
+    """Return the files of raw rows."""
+    return [Path(path) for path in open_rows(data_path).paths]
+
+
 @dataclass(frozen=True)
 class RowStream:
     """The rows of one data set of a run, as often as they are asked for.
@@ -108,7 +113,7 @@ class RowStream:
 
     def list_files(self) -> list[Path]:
         """Return the files of raw data; none of preprocessed data."""
-        return [Path(path) for path in open_rows(self.data_path).paths] if self.is_raw else []
+        return list_row_files(self.data_path) if self.is_raw else []
 
     def __iter__(self) -> Iterator[AuditRow]:
         return self._read_raw() if self.is_raw else self._read_indexed()
@@ -197,7 +202,8 @@ def open_run_data(
     """
     actor = run.config.actor_config
     if run.config.reads_images:
-        raise ValueError("megatron_training.model: a model of images; the audit compares texts, and reads no images.")
+        folder = run.config.model_metadata["actor_config"].folder
+        raise ValueError(f"actor_config.load: {folder} has a model of images; the audit compares texts, and reads no images.")
     train = RowStream.open(run, "data_path", actor.data_path, tokenizer, tools)
     first, second, _ = read_split(actor.split)
     # counted only where it is needed, which is a pass over the data

@@ -16,7 +16,6 @@ _NO_SPACES = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 #: a run of letters and digits; each character of a script without spaces, and each operator, is a word
 _WORD = re.compile(rf"[{_NO_SPACES}]|[-+*/^%=<>\u00b1\u00d7\u00f7\u2212\u221a]|[^\W_{_NO_SPACES}]+")
 _NUMBER = re.compile(r"\d+(?:[.,/]\d+)*")
-_SPACES = re.compile(r"\s+")
 #: odd multiplier of the polynomial over words
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 #: characters of a script, and its name
@@ -43,7 +42,7 @@ _FEWEST, FRAME_TEXTS = 8, 256
 
 def normalise(text: str) -> str:
     """Return a text in Unicode's compatibility form, without case, with single spaces."""
-    return _SPACES.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def hash_text(text: str) -> int:
@@ -62,7 +61,7 @@ def hash_words(text: str) -> np.ndarray:
 
 
 def hash_n_grams(words: np.ndarray, size: int) -> np.ndarray:
-    """Return a hash of each different run of `size` words, [n-grams] uint64, sorted; the whole of a shorter text is one.
+    """Return a hash of each run of `size` words, [n-grams] uint64, in order; the whole of a shorter text is one.
 
     Args:
         words: [words] uint64, of `hash_words`.
@@ -75,15 +74,16 @@ def hash_n_grams(words: np.ndarray, size: int) -> np.ndarray:
     for offset in range(size):  # arithmetic modulo 2^64
         total = total * _MULTIPLIER + words[offset : offset + len(total)]
     total ^= total >> np.uint64(29)
-    return np.unique(total * _MULTIPLIER)
+    return total * _MULTIPLIER
 
 
 def find_language(text: str) -> str:
     """Return the script that most letters of a text are written in; kana make a text Japanese."""
     read = text[:_READ]
-    scripts = ("Latin letters",) if read.isascii() else tuple(_SCRIPTS)
-    counts = {name: sum(map(len, _SCRIPTS[name].findall(read))) for name in scripts}
-    total, kana = sum(counts.values()), counts.get("Japanese", 0)
+    if read.isascii():
+        return "Latin letters" if _SCRIPTS["Latin letters"].search(read) else "no letters"
+    counts = {name: sum(map(len, script.findall(read))) for name, script in _SCRIPTS.items()}
+    total, kana = sum(counts.values()), counts["Japanese"]
     if kana and kana + counts["Chinese"] >= total / 2:
         return "Japanese"
     return max(counts, key=lambda name: counts[name]) if total else "no letters"

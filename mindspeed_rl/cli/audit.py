@@ -14,13 +14,13 @@ from mindspeed_rl.audit.data import audit_data, check_cleanable, name_dropped, w
 from mindspeed_rl.audit.judges import JudgeAudit, JudgedRow, ask_judges, read_judged_rows
 from mindspeed_rl.audit.pass_rates import COLUMN, PassRates
 from mindspeed_rl.audit.report import AuditReport
-from mindspeed_rl.audit.rows import RowPart, RowStream, find_tokenizer_folder, open_run_data, read_cases
+from mindspeed_rl.audit.rows import RowPart, find_tokenizer_folder, list_row_files, open_run_data, read_cases
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.data.hub import parse_hub_name
 from mindspeed_rl.data.tokenizer import load_tokenizer
-from mindspeed_rl.files import describe_missing, write_file
+from mindspeed_rl.files import check_writable, describe_missing, write_file
 from mindspeed_rl.rewards.judge_addresses import list_judges
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.run import Run
@@ -28,6 +28,8 @@ from mindspeed_rl.run.draft import draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mindspeed_rl.inference.session import Session
 
 _USAGE = """usage: mindspeed-rl audit <kind> --config-name RUN [options] [key=value ...]
 
@@ -142,15 +144,17 @@ def _audit_data(argv: list[str]) -> int:
     outputs = _check_outputs(parser, arguments)
     run = _read_run(arguments)
     _, (train, held_out) = _open_data(run)
-    _check_inputs(parser, outputs, [train.stream, *(part.stream for part in held_out.values())])
+    _check_inputs(parser, outputs, _list_inputs(train, held_out))
     for option in ("clean", "pass_rates"):
         if getattr(arguments, option) is not None:
             check_cleanable(train, f"--{option.replace('_', '-')}")
-    if arguments.model is not None:
-        registry.load("mindspeed_rl.audit.reward:select_functions", "audit")(run)  # raises before the data are read
+    session = None
+    if arguments.model is not None:  # both raise before the data are read
+        registry.load("mindspeed_rl.audit.reward:select_functions", "audit")(run)
+        session = _open_model(arguments, run)
     audit = audit_data(train, held_out, run, report=print_status)
-    if arguments.model is not None:
-        audit.pass_rates = _sample(arguments, run, train)
+    if session is not None:
+        audit.pass_rates = _sample(arguments, run, train, session)
     if arguments.pass_rates is not None and audit.pass_rates is not None:
         count = write_pass_rates(audit.pass_rates, train, arguments.pass_rates)
         print_status(f"wrote {count:,} rows with a pass rate to {arguments.pass_rates}")
@@ -176,6 +180,10 @@ def _check_outputs(parser: RunParser, arguments: Namespace) -> dict[str, Path]:
         if path.is_dir() or not path.parent.is_dir():
             folder = f"{path} is" if path.is_dir() else f"{path.parent} is not"
             parser.error(f"{option} {path}: {folder} a folder; write the name of a file")
+        try:
+            check_writable(path)
+        except OSError as error:
+            parser.error(f"{option} {error.strerror}")
     if "--clean" in outputs:
         outputs["--clean (its second file)"] = name_dropped(outputs["--clean"])
     options = dict[Path, str]()
@@ -186,12 +194,22 @@ def _check_outputs(parser: RunParser, arguments: Namespace) -> dict[str, Path]:
     return outputs
 
 
-def _check_inputs(parser: RunParser, outputs: Mapping[str, Path], streams: Sequence[RowStream]) -> None:
-    """End with an error for a file that would take the place of data."""
-    inputs = {path.resolve(): stream.key for stream in streams for path in stream.list_files()}
+def _check_inputs(parser: RunParser, outputs: Mapping[str, Path], inputs: Mapping[str, Sequence[Path]]) -> None:
+    """End with an error for a file that would take the place of one that is read.
+
+    Args:
+        inputs: key or option -> files that are read.
+    """
+    names = {path.resolve(): name for name, paths in inputs.items() for path in paths}
     for option, path in outputs.items():
-        if (key := inputs.get(path.resolve())) is not None:
-            parser.error(f"{option} {path} is a file of megatron_training.{key}; write another one")
+        if (name := names.get(path.resolve())) is not None:
+            parser.error(f"{option} {path} is a file of {name}; write another one")
+
+
+def _list_inputs(train: RowPart, held_out: Mapping[str, RowPart]) -> dict[str, list[Path]]:
+    """Return the files of raw data that a run reads, by key."""
+    streams = [train.stream, *(part.stream for part in held_out.values())]
+    return {f"megatron_training.{stream.key}": stream.list_files() for stream in streams}
 
 
 def _check_sampling(parser: RunParser, arguments: Namespace) -> None:
@@ -208,16 +226,21 @@ def _check_sampling(parser: RunParser, arguments: Namespace) -> None:
         parser.error(f"--model: {describe_missing(model)}")
 
 
-def _sample(arguments: Namespace, run: Run, train: RowPart) -> PassRates:
+def _open_model(arguments: Namespace, run: Run) -> Session:
+    """Return the model of `--model`, whose weights are not loaded yet."""
+    open_model = registry.load("mindspeed_rl.cli.audit_samples:open_model", "audit")
+    return open_model(run, arguments.model, arguments.dtype)
+
+
+def _sample(arguments: Namespace, run: Run, train: RowPart, session: Session) -> PassRates:
     """Return the pass rates of the prompts from samples of a model, with the run's sampling and reward functions."""
     sample_run = registry.load("mindspeed_rl.cli.audit_samples:sample_run", "audit")
     return sample_run(
         run,
         train,
-        arguments.model,
+        session,
         num_samples=arguments.samples or 4,
         max_prompts=arguments.max_prompts,
-        dtype=arguments.dtype,
         report=print_status,
     )
 
@@ -251,9 +274,12 @@ def _audit_reward(argv: list[str]) -> int:
     names = ("select_functions", "list_cases", "audit_reward")
     select_functions, list_cases, audit_reward = (registry.load(f"mindspeed_rl.audit.reward:{name}", "audit") for name in names)
     select_functions(run)  # raises before the data are read
-    marked = [] if arguments.marked is None else _read_marked(arguments.marked)
-    tokenizer, (train, _) = _open_data(run)
-    _check_inputs(parser, outputs, [train.stream])
+    marked = list[JudgedRow]()
+    if arguments.marked is not None:
+        marked = _read_marked(arguments.marked)
+        _check_inputs(parser, outputs, {"--marked": list_row_files(arguments.marked)})
+    tokenizer, (train, held_out) = _open_data(run)
+    _check_inputs(parser, outputs, _list_inputs(train, held_out))
     columns = {}
     if run.rl.multi_turn_enable:
         columns = registry.load("mindspeed_rl.rollout.trajectory:make_trial_columns", "audit")()
@@ -261,7 +287,7 @@ def _audit_reward(argv: list[str]) -> int:
     samples = None
     if arguments.model is not None:
         sample_cases = registry.load("mindspeed_rl.cli.audit_samples:sample_cases", "audit")
-        samples = sample_cases(run, cases, arguments.model, num_samples=arguments.samples or 8, dtype=arguments.dtype)
+        samples = sample_cases(run, cases, _open_model(arguments, run), num_samples=arguments.samples or 8)
     audit = audit_reward(run, cases, tokenizer, columns=columns, samples=samples, marked=marked, report=print_status)
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
 
@@ -303,8 +329,6 @@ def _audit_judges(argv: list[str]) -> int:
     if not 0 < arguments.threshold <= 1:
         parser.error(f"--threshold {arguments.threshold:g} must be above 0 and at most 1")
     outputs = _check_outputs(parser, arguments)
-    if arguments.output is not None and outputs["--output"].resolve() == Path(arguments.responses).resolve():
-        parser.error(f"--output {arguments.output} is the file of --responses; write another one")
     run = _read_run(arguments)
     # by name: the check of an address imports torch
     make_settings = registry.load("mindspeed_rl.audit.reward:make_settings", "audit")
@@ -314,10 +338,11 @@ def _audit_judges(argv: list[str]) -> int:
     judges = list_judges(settings.judge_url, settings.judge_model, settings.judge_panel, arguments.judge)
     if len(judges) * settings.judge_repeats < 2 and arguments.human is None:
         parser.error("one judge agrees with itself; name a second one by --judge, or people's marks by --human")
+    rows = read_judged_rows(arguments.responses, arguments.human)
+    _check_inputs(parser, outputs, {"--responses": list_row_files(arguments.responses)})
     check_server = registry.load("mindspeed_rl.run.machine:check_server", "audit")
     for judge in judges:
         check_server(judge.url, judge.where)
-    rows = read_judged_rows(arguments.responses, arguments.human)
     audit = JudgeAudit(rows, ask_judges(judges, settings, rows, print_status), arguments.threshold)
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
 

@@ -223,7 +223,7 @@ def open_source(
     is_named = location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix
     if is_named or location.startswith((HF, MS)):
         return open_hub(location, cache_dir, streaming, dataset_options or {})
-    raise ValueError(f"input={location!r} does not exist")
+    raise ValueError(f"input={location!r} {'is not a regular file' if os.path.exists(path) else 'does not exist'}")
 
 
 def has_files(location: str) -> bool:

@@ -177,7 +177,7 @@ def _read_weight(item: Mapping[str, object], where: str) -> tuple[float, bool]:
     weights = set[float]()
     for weight in found.values():
         if not is_number(weight) or not weight:
-            raise RubricError(f"{where}: its weight is {weight!r}; it must be a number other than 0")
+            raise RubricError(f"{where}: its weight is {weight!r}; it must be a number other than 0 that float32 can hold")
         weights.add(float(weight))
     if len(weights) > 1:
         raise RubricError(f"{where}: it has several weights: {', '.join(f'{name} {value}' for name, value in found.items())}")

@@ -41,6 +41,7 @@ class Kind:
 
 def run_worker(channel: Channel, setup: Message) -> None:
     """Load the scorers and run jobs until the pool closes the socket."""
+    os.dup2(2, 1)  # what a function prints must not mix with the result of a command
     limit_memory(setup["memory_bytes"])
     try:
         worker = _Worker(channel, setup)

@@ -72,7 +72,12 @@ def check_environment(name: str, key: str = "rl_config.environment") -> None:
 
 
 def is_playable(rl: RLConfig) -> bool:
-    """Return True where responses of this run earn what an environment gives that can judge any response."""
+    """Return True where responses of this run earn what an environment gives that can judge any response.
+
+    Raises:
+        ValueError: there is no such environment.
+    """
     if rl.agent_loop_name != "environment" or rl.environment is None:
         return False
-    return not read_environment(rl.environment).is_program
+    spec = read_environment(rl.environment)
+    return not spec.is_program and not is_for_roles(spec.target)

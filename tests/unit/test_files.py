@@ -13,7 +13,15 @@ import pytest
 from patience import patient
 
 from mindspeed_rl.cli.preprocess import main as preprocess
-from mindspeed_rl.files import FileWriteError, describe_missing, open_regular, read_json, replace_file, write_file
+from mindspeed_rl.files import (
+    FileWriteError,
+    check_writable,
+    describe_missing,
+    open_regular,
+    read_json,
+    replace_file,
+    write_file,
+)
 from mindspeed_rl.importers.command import main as import_run
 
 
@@ -121,3 +129,18 @@ def test_a_pipe_a_device_and_a_folder_are_refused_at_once(tmp_path: Path) -> Non
             read_json(path)
     with pytest.raises(ValueError, match=f"{tmp_path} has no a.json"):
         read_json(tmp_path / "a.json")
+
+
+def test_a_check_whether_a_file_can_be_written_leaves_all_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    check_writable(file)
+    assert not list(tmp_path.iterdir())
+    file.write_text("older")
+    file.chmod(0o444)  # it would be replaced, which the folder decides
+    (tmp_path / "link").symlink_to(file)
+    for path in (file, tmp_path / "link", Path("/dev/null")):
+        check_writable(path)
+    assert file.read_text() == "older" and {path.name for path in tmp_path.iterdir()} == {"page.html", "link"}
+    for path in (tmp_path / "none" / "page.html", file / "page.html", tmp_path / ("n" * 300)):
+        with pytest.raises(FileWriteError, match="cannot be written"):
+            check_writable(path)

@@ -305,8 +305,10 @@ def test_huge_and_odd_rows_are_audited(audit: Audit) -> None:
         (["--bound=2"], "--bound 2 must be a fraction"),
         (["--clean=/nowhere/x.jsonl"], "/nowhere is not a folder"),
         (["--clean=/"], "--clean /: / is a folder"),
+        (["--clean=/proc/x.jsonl"], "--clean /proc/x.jsonl cannot be written"),
         (["-o/nowhere/x.html"], "--output /nowhere/x.html: /nowhere is not a folder"),
         (["--model=/nowhere/model"], "--model: '/nowhere/model' does not exist"),
+        ([f"--model={Path(__file__).parent}"], "audit holds neither a Hugging Face model"),
         (["megatron_training.tokenizer_name_or_path=null"], "tokenizer_name_or_path: not set"),
         (["megatron_training.stage=sft"], "stage: sft; the audit is of runs with rollouts"),
     ],
@@ -333,7 +335,7 @@ def test_no_output_takes_the_place_of_data_or_of_another_output(
         text = f"{option} {train} is a file of megatron_training.data_path"
         assert_refused(audit, capfd, text, f"{option}={train}")
         assert len(train.read_text().splitlines()) == 3
-    text = f"--clean {held_out} is a file of megatron_training.eval_data_path"
+    text = f"--clean {held_out} is a file of megatron_training.eval_data_path; write another one"
     assert_refused(audit, capfd, text, f"--clean={held_out}", held_out=ROWS[5:7])
     twice = [f"--clean={tmp_path}/c.jsonl", f"--output={tmp_path}/c.dropped.jsonl"]
     assert_refused(audit, capfd, "--clean (its second file) and --output write the same file", *twice)
@@ -349,6 +351,14 @@ def test_data_without_a_row_and_evaluation_sets_without_a_prompt_are_refused(
     code, found = audit("data", ROWS[:9], held_out=[*ROWS[20:22], {"prompt": "", "labels": "1"}])
     note = found["notes"][0]
     assert code == 0 and "1 of 3 rows of the evaluation set" in note and "heldout.jsonl, row 3" in note
+
+
+@pytest.mark.parametrize("kind", ["data", "reward"])
+def test_a_model_of_images_is_refused(audit: Audit, tmp_path: Path, kind: str) -> None:
+    config = {"model_type": "qwen2_5_vl", "image_token_id": 5, "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, text = audit(kind, ROWS[:3], f"actor_config.load={tmp_path}")
+    assert code == 2 and f"actor_config.load: {tmp_path} has a model of images" in text
 
 
 def test_an_audit_of_rewards_without_a_prompt_says_why(audit: Audit) -> None:

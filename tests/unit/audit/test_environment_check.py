@@ -82,6 +82,14 @@ def test_the_rewards_of_a_lenient_environment_are_attacked_and_its_twin_passes(a
     assert (code, won(found), found["honest"]["reward"]) == (0, set(), 1.0)
 
 
+def test_an_environment_of_several_roles_is_named_as_not_audited(audit: Audit) -> None:
+    keys = ["rl_config.multi_turn_enable=true", f"rl_config.environment={HERE}:Two", "--rows=1"]
+    code, found = audit("reward", ROWS, "rl_config.verifier_function=[exact_match]", *keys)
+    assert code == 0 and found["functions"] == ["exact_match"] and "has several roles" in found["not_audited"][0]
+    code, text = audit("reward", ROWS, "rl_config.rule_reward=false", *keys)
+    assert code == 2 and "no reward function of this run can be audited here" in text and "has several roles" in text
+
+
 def test_a_text_that_fits_every_turn_is_a_cheat_of_an_environment_of_several(audit: Audit) -> None:
     code, found = audit("reward", ROWS, f"rl_config.environment={HERE}:Points", *PLAYED, LONG, "--rows=1")
     assert code == 1 and "all numbers up to 100" in won(found)

@@ -116,7 +116,7 @@ def test_criteria_are_units_where_the_run_has_a_rubric(judge: Callable[..., tupl
     [
         ([{**ROWS[0], "human": "maybe"}], "row 1: human: 'maybe' is not a mark"),
         ([{**ROWS[0], "human": 0.7}], "row 1: human: 0.7 is not a mark"),
-        ([{**ROWS[0], "human": [True, False]}], "people have marked 2 criteria, but no judge has judged criteria"),
+        ([{**ROWS[0], "human": [True, False]}], "people have marked 2 criteria, but the run has no rl_config.judge_rubric"),
         ([{**ROWS[0], "human": []}], "a list of marks has none"),
         ([{"prompt": "a", "response": "1", "label": "1"}], "no row of"),
         ([{"prompt": "a", "label": "1"}], "row 1: response must be a text"),
