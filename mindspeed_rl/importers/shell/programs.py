@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.importers.shell.command import Command
 
+#: folders whose files are those of the machine that runs the script
+_OF_MACHINE = ("/proc/", "/sys/", "/etc/", "/dev/null")
 #: numbers that seq or braces may have
 _MAX_COUNT = 10_000
 #: a whole number of them; no counter of a script is longer
@@ -122,13 +123,13 @@ class _Pipe:
     Attributes:
         words: words of each command, without `--`.
         input: here-document of the first one.
-        files: that the script has written.
+        read: returns the text of a file; None where it is not here.
         compute: returns the value of an arithmetic expression.
     """
 
     words: list[list[str]]
     input: str | None
-    files: Mapping[str, str]
+    read: Callable[[str], str | None]
     compute: Callable[[str], str]
 
     @property
@@ -138,19 +139,19 @@ class _Pipe:
 
 
 def read_output(
-    commands: Sequence[Command], files: Mapping[str, str], compute: Callable[[str], str], directory: str
+    commands: Sequence[Command], read: Callable[[str], str | None], compute: Callable[[str], str], directory: str
 ) -> str | None:
     """Return what commands write into a pipe or a variable; None where only the machine of the script knows.
 
     Args:
-        files: path -> text of the files that the script has written.
+        read: returns the text of a file that the script has written, or that is here; None for others.
         compute: returns the value of an arithmetic expression.
         directory: folder of the script.
     """
     words = [[word for word in command.words if word != "--"] for command in commands]
     programs = tuple(item[0] for item in words)
     if programs in _OUTPUTS:
-        return _OUTPUTS[programs](_Pipe(words, commands[0].input, files, compute))
+        return _OUTPUTS[programs](_Pipe(words, commands[0].input, read, compute))
     if programs[-1:] == ("pwd",):
         return next((item[1] for item in words if item[0] == "cd" and len(item) > 1), directory)
     return None
@@ -165,8 +166,20 @@ def _calculate(pipe: _Pipe) -> str | None:
 def _read_files(pipe: _Pipe) -> str | None:
     if not pipe.arguments:
         return pipe.input
-    text = pipe.files.get(os.path.normpath(pipe.arguments[0])) if len(pipe.arguments) == 1 else None
+    name = pipe.arguments[0]
+    if len(pipe.arguments) > 1 or name.startswith(("-", *_OF_MACHINE)):
+        return None
+    text = pipe.read(name)
     return None if text is None else text.rstrip("\n")
+
+
+def _leave_out_comments(pipe: _Pipe) -> str | None:
+    """Return the lines of a file but for its comments: `grep -v '^#' FILE`."""
+    *options, name = pipe.arguments or [""]
+    if options not in (["-v", "^#"], ["-vE", "^#"], ["-Ev", "^#"]) or name.startswith(_OF_MACHINE):
+        return None
+    text = pipe.read(name)
+    return None if text is None else "\n".join(line for line in text.splitlines() if not line.startswith("#"))
 
 
 def _split_path(pipe: _Pipe) -> tuple[str, str]:
@@ -202,6 +215,7 @@ _OUTPUTS: dict[tuple[str, ...], Callable[[_Pipe], str | None]] = {
     ("printf", "bc"): _calculate,
     ("bc",): lambda pipe: None if pipe.input is None else pipe.compute(pipe.input),
     ("cat",): _read_files,
+    ("grep",): _leave_out_comments,
     ("expr",): lambda pipe: pipe.compute(" ".join(pipe.arguments)),
     ("basename",): _read_base,
     ("dirname",): lambda pipe: (_split_path(pipe)[0] or ".") if pipe.arguments else None,
