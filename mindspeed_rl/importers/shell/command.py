@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
@@ -26,6 +26,7 @@ class Command:
         input: text of a here-document; None without one.
         loop: the loop and the run of it that the command is of, where others follow; empty outside of loops.
         inner: lines of the scripts that the line runs, in which the command is; empty where the line has it itself.
+        changed: files that the script has written or changed before -> line, and their text; None where that is not known.
     """
 
     words: tuple[str, ...]
@@ -37,6 +38,7 @@ class Command:
     input: str | None = None
     loop: str = ""
     inner: tuple[int, ...] = ()
+    changed: Mapping[str, tuple[int, str | None]] = field(default_factory=dict)
 
 
 def make_mark(name: str, line: int) -> str:

@@ -17,7 +17,7 @@ from mindspeed_rl.importers.shell.command import Command, list_unknown, make_mar
 from mindspeed_rl.importers.shell.expansion import Expander
 from mindspeed_rl.importers.shell.launchers import InnerScript, find_inner, list_removed, read_variables
 from mindspeed_rl.importers.shell.parser import Node, parse
-from mindspeed_rl.importers.shell.programs import format_text, list_braces, list_said, read_output
+from mindspeed_rl.importers.shell.programs import format_text, list_braces, list_changed, list_said, read_output
 from mindspeed_rl.importers.shell.tokens import INPUT, INPUT_FILE, INPUT_WORD, OUTPUT, Reader, read_tokens
 from mindspeed_rl.importers.shell.variables import NAME, Scope, Variable
 
@@ -31,6 +31,8 @@ _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
 #: programs that are run to know something of the machine, and how they end says it
 _QUESTIONS = frozenset(("grep egrep fgrep which type hash pgrep pidof lsof diff cmp ping nc curl getent id nvidia-smi "
                         "npu-smi rocm-smi lspci mountpoint systemctl").split())  # fmt: skip
+#: commands whose text in a file is followed
+_WRITERS = frozenset(("cat", "echo", "printf", "tee"))
 #: commands that read a file behind `<`; every other program reads it by itself
 _READERS = frozenset(("read", "mapfile", "readarray", "cat", "bash", "sh", "zsh", "xargs", "tee"))
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
@@ -151,6 +153,7 @@ class _Interpreter:
 
     Attributes:
         files: path -> text of those that the script has written.
+        changed: path -> line, of those that it has written or changed, also by programs.
         inner_runs: number of scripts that were run, of this one and those around it together.
         uncertain, loop, directory: what the commands that follow get, see `Command`.
         depth: depth of functions, files and scripts within one another.
@@ -170,6 +173,7 @@ class _Interpreter:
     functions: dict[str, list[Node]] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
     inner_runs: list[int] = field(default_factory=lambda: [0])
     uncertain: str = ""
     loop: str = ""
@@ -409,7 +413,9 @@ class _Interpreter:
             return True
         front = {item.name: self.words.expand_text(item.text, assigns=True) for item in assignments}
         stdin, output = self._read_redirections(marked, expanded)
-        return self._run_call(_Call(expanded[0], expanded[1:], node.line, front, stdin, output))
+        call = _Call(expanded[0], expanded[1:], node.line, front, stdin, output)
+        self._note_changes(call)
+        return self._run_call(call)
 
     def _run_call(self, call: _Call) -> bool | None:
         is_shallow = self.depth < _MAX_DEPTH
@@ -459,7 +465,8 @@ class _Interpreter:
         environment = kept | {key: self.scope.known.get(key, value) for key, value in front.items()}
         self.commands.append(
             Command(
-                tuple(expanded), environment, call.line, self.uncertain, self.folder, self.directory, call.stdin, self.loop
+                tuple(expanded), environment, call.line, self.uncertain, self.folder, self.directory, call.stdin, self.loop,
+                changed={name: (line, self.files.get(name)) for name, line in self.changed.items()},
             )  # fmt: skip
         )
         self._end_by_exec(call)
@@ -498,10 +505,21 @@ class _Interpreter:
                     stdin = text
         return stdin, output
 
+    def _note_changes(self, call: _Call) -> None:
+        """Keep the names of the files that a command writes or changes."""
+        names = list_changed(call.name, call.words, call.stdin)
+        names += [] if call.output is None else [call.output[1]]
+        for name in map(os.path.normpath, names):
+            self.changed[name] = call.line
+            if call.name not in _WRITERS:
+                self.files.pop(name, None)
+
     def _read_file(self, name: str) -> str | None:
         """Return the text of a file that the script has written, or that is here; None for others."""
         if os.path.normpath(name) in self.files:
             return self.files[os.path.normpath(name)]
+        if os.path.normpath(name) in self.changed:
+            return None  # a program has written it
         path = self._find_file(name)
         try:
             return None if path is None else path.read_text(encoding="utf-8")
@@ -539,7 +557,7 @@ class _Interpreter:
         exported = {key: scope.variables[key] for key in scope.exported if key in scope.variables} if here else {}
         inner = _Interpreter(
             Scope(scope.known, {**exported, **front}, set(exported) | set(front)),
-            self.folder if path is None else path.parent, files=self.files,
+            self.folder if path is None else path.parent, files=self.files, changed=self.changed,
             inner_runs=self.inner_runs, uncertain=self.uncertain, loop=self.loop,
             directory=self.directory if here else "", depth=self.depth + 1,
             outer_folders=self.outer_folders if path is None else folders,
@@ -760,7 +778,12 @@ class _Interpreter:
         if output is None:
             return _Kind.PROGRAM
         way, target = output[0], os.path.normpath(output[1])
-        self.files[target] = f"{self.files.get(target, '') if way == '>>' else ''}{text}\n"
+        before = ""
+        if way == ">>":
+            path = None if target in self.files else self._find_file(target)
+            before = self.files.get(target, "") if path is None else path.read_text(encoding="utf-8", errors="replace")
+        self.files[target] = f"{before}{text}\n"
+        self.changed[target] = self.scope.line
         return True
 
     # --- assignments
@@ -918,7 +941,9 @@ class _Interpreter:
         if not nodes:
             return ""  # a comment
         scope = Scope(self.scope.known, dict(self.scope.variables), references=self.scope.references, line=self.scope.line)
-        inner = _Interpreter(scope, self.folder, dict(self.functions), files=self.files, depth=self.depth + 1)
+        inner = _Interpreter(
+            scope, self.folder, dict(self.functions), files=self.files, changed=self.changed, depth=self.depth + 1
+        )
         self.substituted = inner.run(nodes)
         self.code = inner.code
         if not inner.commands:

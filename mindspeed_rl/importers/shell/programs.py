@@ -10,6 +10,13 @@ from dataclasses import dataclass
 
 from mindspeed_rl.importers.shell.command import Command
 
+#: programs that change a file in its place, with the option for it, and programs whose last word is what they write
+_EDITORS = frozenset("sed gsed perl yq dasel crudini".split())
+_IN_PLACE = re.compile(r"-[A-Za-z]*i|--in-?place")
+_COPIES = frozenset("cp mv ln install rsync".split())
+#: a file of options in the text of a Python program, and the calls that write one
+_NAMED_FILE = re.compile(r"""["']([^"'\s]+\.(?:ya?ml|json))["']""")
+_WRITES = re.compile(r"""["'][wa]\+?["']|write_text|dump|save\(""")
 #: folders whose files are those of the machine that runs the script
 _OF_MACHINE = ("/proc/", "/sys/", "/etc/", "/dev/null")
 #: numbers that seq or braces may have
@@ -114,6 +121,21 @@ def list_said(words: Sequence[str]) -> list[str]:
     flags = list(itertools.takewhile(re.compile(r"-[neE]+").fullmatch, words))
     said = words[len(flags) :]
     return [word.replace("\\n", "\n").replace("\\t", "\t") for word in said] if "e" in "".join(flags) else list(said)
+
+
+def list_changed(name: str, words: Sequence[str], stdin: str | None) -> list[str]:
+    """Return the files that a program changes or writes by their names among its words, or in the text of a Python program."""
+    base = name.rpartition("/")[2]
+    named = [word for word in words if not word.startswith("-")]
+    if base in _EDITORS:
+        return named if any(_IN_PLACE.match(word) for word in words) else []
+    if base in _COPIES and len(named) > 1:
+        folder = named[-1].rstrip("/")
+        return [folder, *(f"{folder}/{word.rpartition('/')[2]}" for word in named[:-1])]
+    if base.startswith("python"):
+        text = stdin or next((text for option, text in itertools.pairwise(words) if option == "-c"), "")
+        return _NAMED_FILE.findall(text) if _WRITES.search(text) else []
+    return []
 
 
 @dataclass(frozen=True)
