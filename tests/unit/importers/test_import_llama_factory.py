@@ -436,6 +436,14 @@ def test_pairs_have_images_too(folder: Path) -> None:
     assert "--image-folder data --min-pixels 1024 --max-pixels 589824" in run.translated["dataset"]  # 768 x 768
 
 
+def test_a_registry_of_the_hub_is_read_from_its_copy(folder: Path) -> None:
+    (folder / "data").rename(folder / "copy")
+    settings = ImportSettings(devices=8, variables={"DATASET_DIR": "copy"})
+    run = import_command(PROJECTS["llama-factory"], write(folder, {"dataset_dir": "REMOTE:a/b"}), settings)
+    assert "--input own " in run.summarize()
+    assert "--dataset-dir copy" in run.summarize()
+
+
 def test_num_samples_are_said(folder: Path) -> None:
     assert "num_samples" in take(write(folder, {"dataset": "drawn"})).translated["dataset"]
 
