@@ -334,7 +334,7 @@ def test_a_variable_that_switches_training_is_refused_wherever_the_script_sets_i
 
 def test_tools_of_rows_are_in_the_prompts_of_slime() -> None:
     run = take("slime", SLIME + "--num-rollout 1 --tool-key functions --input-key messages")
-    assert run.tree["actor_config"]["map_keys"] == {"prompt": "messages", "tools": "functions"}
+    assert run.tree["megatron_training"]["map_keys"] == {"prompt": "messages", "tools": "functions"}
 
 
 @pytest.mark.parametrize(
