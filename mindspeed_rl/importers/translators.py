@@ -70,7 +70,7 @@ def join_words(flags: Mapping[str, list[str]]) -> dict[str, object]:
 
 def read_options(words: Iterable[str]) -> dict[str, object]:
     """Return the options of a command line."""
-    return join_words(read_flags(tuple(words))[0])
+    return join_words(read_flags(tuple(words), has_blanks=True)[0])
 
 
 #: sentence for a command that starts a process on each device of a machine

@@ -95,10 +95,13 @@ def is_switched_on(environment: Mapping[str, str], name: str) -> bool:
     return value in _ON
 
 
-def read_flags(words: list[str] | tuple[str, ...]) -> tuple[dict[str, list[str]], list[str]]:
+def read_flags(words: list[str] | tuple[str, ...], *, has_blanks: bool = False) -> tuple[dict[str, list[str]], list[str]]:
     """Return the words of each `--name value ...` or `--name=value`, hyphens as underscores, and the words before the first.
 
     The last one of several of a name wins, as argparse has it.
+
+    Args:
+        has_blanks: an empty word that follows a name is its value; otherwise it is none.
     """
     options: dict[str, list[str]] = {}
     leading: list[str] = []
@@ -112,4 +115,6 @@ def read_flags(words: list[str] | tuple[str, ...]) -> tuple[dict[str, list[str]]
             leading.append(word)
         elif word.strip():
             options[name].append(word)
+        elif has_blanks and name and not options[name]:
+            options[name].append("")
     return options, leading
