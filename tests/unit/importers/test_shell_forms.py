@@ -230,3 +230,20 @@ def test_a_file_of_options_that_the_script_writes_as_it_is_here_is_read(tmp_path
     script = f"cat > given.yaml <<EOF\n{text}EOF\ntrl sft --config given.yaml --dataset_name d > given.log"
     settings = ImportSettings(devices=8, folder=tmp_path, accepted=frozenset(["trained_tokens"]))
     assert import_command(PROJECTS["trl"], script, settings).tree["actor_config"]["lr"] == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("project", "command"),
+    [
+        ("trl", "trl sft --dataset_name d --model_name_or_path "),
+        ("roll", "python examples/start_sft_pipeline.py --config_path own --config_name "),
+        ("areal", "python mine.py --config own.yaml name="),
+        ("easyr1", "python3 -m verl.trainer.main worker.actor.model.model_path="),
+        ("swift", "swift sft --dataset d.jsonl --model "),
+    ],
+)
+def test_a_script_with_two_trainings_is_imported_for_neither(project: str, command: str, tmp_path: Path) -> None:
+    settings = ImportSettings(devices=8, folder=tmp_path)
+    for script in (f"{command}a\n{command}b", f"[ -f more ] && {command}a"):
+        with pytest.raises(ConfigError, match="several trainings, or one that may not run"):
+            import_command(PROJECTS[project], script, settings)
