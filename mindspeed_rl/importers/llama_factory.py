@@ -21,7 +21,7 @@ from mindspeed_rl.importers.llama_factory_weights import (
     name_optimizer_state,
 )
 from mindspeed_rl.importers.options import SourceCommand, SourceProject, read_count, read_number, read_scalar
-from mindspeed_rl.importers.recipe import ACTOR, Adapters, Batch, Layout, Placement, Rate, Recipe
+from mindspeed_rl.importers.recipe import ACTOR, ENGINE, Adapters, Batch, Layout, Placement, Rate, Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, is_switched_on, read_flags
 from mindspeed_rl.importers.source_files import find_file, require_file
@@ -288,9 +288,11 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     elif not command.flag("disable_gradient_checkpointing"):
         reason = "LLaMA-Factory computes the layers again in the backward pass"
         defaults += [(key, value, reason) for key, value in RECOMPUTE_LAYERS.items()]
-    if lora is None and not any(command.flag(name) for name in ("bf16", "pure_bf16", "fp8")):
+    if lora is None and not any(command.flag(name) for name in ("bf16", "pure_bf16", "use_badam", "fp8")):
         reason = "without bf16 the weights that train are in fp32, and so are their products"
         defaults.append((f"{ACTOR}.bf16", False, reason))
+        if command.has("trust_remote_code"):  # a key of the engine, whose format is the trainer's
+            defaults.append((f"{ENGINE}.dtype", "float32", reason))
     if stage != "pt":
         defaults.append((f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"))
     if not command.is_mca:

@@ -437,9 +437,10 @@ def test_pairs_have_images_too(folder: Path) -> None:
 
 
 def test_full_training_without_bf16_is_in_fp32(folder: Path) -> None:
-    full = {"finetuning_type": "full", "bf16": ...}
+    full: dict[str, object] = {"finetuning_type": "full", "bf16": ...}
     # LLaMA-Factory casts what trains to fp32; accelerate casts products only where bf16 says so. Adapters keep a base in bf16
     assert take(write(folder, full)).get("megatron_training.bf16") is False
+    assert take(write(folder, full | {"trust_remote_code": True})).get("generate_config.dtype") == "float32"
     assert take(write(folder, full | {"bf16": True})).get("megatron_training.bf16") is None
     assert take(write(folder, {"finetuning_type": "lora", "bf16": ...})).get("megatron_training.bf16") is None
 
