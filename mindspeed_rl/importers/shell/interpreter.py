@@ -39,8 +39,12 @@ _COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "
 #: loops over more items, and scripts that run more others, than any script means
 _MAX_ITEMS = 64
 _MAX_DEPTH = 20
+#: runs of all loops of a script together
+_MAX_ROUNDS = 10_000
 #: index of an array beyond which no script has items
 _LARGEST_INDEX = 10_000
+#: larger files that a script adds to are logs
+_MAX_BYTES = 2**20
 #: folders above a script's which relative paths may start from, such as the root of its checkout
 MAX_PARENTS = 6
 #: options of `read`, `mapfile` and `readarray` that have a word
@@ -155,6 +159,7 @@ class _Interpreter:
         files: path -> text of those that the script has written.
         changed: path -> line, of those that it has written or changed, also by programs.
         inner_runs: number of scripts that were run, of this one and those around it together.
+        rounds: number of runs of their loops.
         uncertain, loop, directory: what the commands that follow get, see `Command`.
         depth: depth of functions, files and scripts within one another.
         doubts: number of uncertain branches around what runs; `returns` and `breaks` have it for the function and the loop.
@@ -175,6 +180,7 @@ class _Interpreter:
     files: dict[str, str] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)
     inner_runs: list[int] = field(default_factory=lambda: [0])
+    rounds: list[int] = field(default_factory=lambda: [0])
     uncertain: str = ""
     loop: str = ""
     directory: str = ""
@@ -284,6 +290,7 @@ class _Interpreter:
                 runs = f"run {index + 1} of {len(items)} of the loop over {name} in line {node.line}: {name}={item}"
                 self.loop = f"{runs}; --set {name}=VALUE imports another"
             self.scope.variables[name] = item
+            self._count_round(node)
             self.run(node.parts[0])
             if self.leaves == "continue" and self.num_loops == 1:
                 self.leaves = ""
@@ -291,6 +298,12 @@ class _Interpreter:
                 break
         self._leave_loop(outer, breaks)
         return True
+
+    def _count_round(self, node: Node) -> None:
+        self.rounds[0] += 1
+        if self.rounds[0] > _MAX_ROUNDS:
+            raise ConfigError([f"line {node.line}: the loops of the script have more than {_MAX_ROUNDS:,} runs; import its "
+                               "command alone"])  # fmt: skip
 
     def _leave_loop(self, outer: str, breaks: int | None) -> None:
         self.loop, self.breaks = outer, breaks
@@ -324,6 +337,7 @@ class _Interpreter:
             self.breaks = self.doubts
             if not outer:
                 self.loop = f"run {index + 1} of the loop of line {node.line}"
+            self._count_round(node)
             self.run(node.parts[-1])
             if self.leaves == "continue" and self.num_loops == 1:
                 self.leaves = ""
@@ -558,7 +572,7 @@ class _Interpreter:
         inner = _Interpreter(
             Scope(scope.known, {**exported, **front}, set(exported) | set(front)),
             self.folder if path is None else path.parent, files=self.files, changed=self.changed,
-            inner_runs=self.inner_runs, uncertain=self.uncertain, loop=self.loop,
+            inner_runs=self.inner_runs, rounds=self.rounds, uncertain=self.uncertain, loop=self.loop,
             directory=self.directory if here else "", depth=self.depth + 1,
             outer_folders=self.outer_folders if path is None else folders,
         )  # fmt: skip
@@ -781,6 +795,8 @@ class _Interpreter:
         before = ""
         if way == ">>":
             path = None if target in self.files else self._find_file(target)
+            if path is not None and path.stat().st_size > _MAX_BYTES:
+                return True  # no script or file of options
             before = self.files.get(target, "") if path is None else path.read_text(encoding="utf-8", errors="replace")
         self.files[target] = f"{before}{text}\n"
         self.changed[target] = self.scope.line
@@ -942,7 +958,8 @@ class _Interpreter:
             return ""  # a comment
         scope = Scope(self.scope.known, dict(self.scope.variables), references=self.scope.references, line=self.scope.line)
         inner = _Interpreter(
-            scope, self.folder, dict(self.functions), files=self.files, changed=self.changed, depth=self.depth + 1
+            scope, self.folder, dict(self.functions), files=self.files, changed=self.changed, rounds=self.rounds,
+            depth=self.depth + 1,
         )
         self.substituted = inner.run(nodes)
         self.code = inner.code

@@ -126,8 +126,11 @@ def test_what_a_machine_decides_is_asked_for(script: str, tmp_path: Path) -> Non
     assert list_unknown(command.words[-1])
 
 
-def test_names_that_only_a_machine_knows_and_other_patterns_are_errors() -> None:
+def test_what_is_not_followed_is_an_error() -> None:
     with pytest.raises(ConfigError, match="names of these variables are not in the script"):
         read_script("export $(cat absent | xargs); train a")
+    loops = "for i in {1..64}; do\n" * 3 + "x=$((x+1))\n" + "done\n" * 3
+    with pytest.raises(ConfigError, match="more than 10,000 runs"):
+        read_script(f"x=0\n{loops}train $x")
     with pytest.raises(ConfigError, match=r"pattern @\(...\) of a case is not read"):
         read_script("case a in @(a|b)) train a;; esac")
