@@ -965,6 +965,8 @@ class _Interpreter:
         self.code = inner.code
         if not inner.commands:
             return ""
+        if any(command.uncertain for command in inner.commands):
+            return self.scope.mark_output()
         output = read_output(inner.commands, self._read_file, self.words.compute, self.scope.read("PWD"))
         return self.scope.mark_output() if output is None else output
 

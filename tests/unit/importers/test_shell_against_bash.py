@@ -77,6 +77,8 @@ ASKED = [
     "[ -f /absent ] || X=1; train ${X:-0}",
     "[ -f /absent ] || { X=1; Y=2; }; train $X",
     "[ -f /absent ] && X=1 || X=2; train $X",
+    "X=$([ -f /absent ] && echo 1); train $X",
+    "X=$(if grep -q word log; then echo 1; fi); train $X",
     "command -v absent > log && X=1; train ${X:-0}",
     "grep -q word log || X=1; train ${X:-0}",
     "which absent || X=1; train ${X:-0}",
