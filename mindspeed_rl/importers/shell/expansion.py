@@ -80,13 +80,28 @@ class _Words:
         if kind != "list" and (quoted or not self.splits):
             self.current.append(expansion.separator.join(items))
             return
-        are_words = quoted or kind == "words"
-        parts = items if are_words else [part for item in items for part in _split_fields(item, self.borders)]
-        for index, part in enumerate(parts):
-            if index:
-                self.done.append("".join(self.current))
-                self.current = []
-            self.current.append(part)
+        if quoted or kind == "words" or not self.splits:
+            for index, part in enumerate(items):
+                if index:
+                    self._close()
+                self.current.append(part)
+            return
+        borders = " \t\n" if self.borders is None else self.borders
+        for index, item in enumerate(items):
+            if index or (item[:1].isspace() and item[0] in borders):
+                self._close()
+            for place, part in enumerate(_split_fields(item, self.borders)):
+                if place:
+                    self._close()
+                self.current.append(part)
+            if item and item[-1] in borders:
+                self._close()
+
+    def _close(self) -> None:
+        """End the last word, if there is one."""
+        if self.current:
+            self.done.append("".join(self.current))
+            self.current = []
 
     def end(self) -> list[str]:
         return [*self.done, "".join(self.current)] if self.current else self.done

@@ -43,6 +43,9 @@ f() { train $LR; }; LR=1; LR=2 f; train $LR; RATE=2 f; RATE=3 eval train x
 f() { g() { train inner $1; }; g "$@"; }; f 3; g 4
 f() ( X=5; train $X ); X=1; f; train $X
 X=1; f() { local -n R=$1; R=2; }; f X; train $X; A=(a); g() { local -n L=$1; L+=(b); }; g A; train "${A[@]}"
+X=" b "; train a$X"c" a${X}c $X$X "q"$X; X=" "; train a${X}b $X c$X; train a$(echo " b ")c $(echo) "$(echo)"
+A=("" x "" y); train --o=${A[@]} ${A[@]} ""${A[@]} "${A[@]}"; A=(" p q " r); train a${A[@]}b; X=${A[@]}; train "$X"
+IFS=,; X=",b,"; train a$X $X a${X}c; unset IFS; set -- "" "a b"; train x$@y x$*y "x$@y" "x$*y"
 f() { echo "--a $1"; }; train $(f 3); f() { local x=$1; echo $((x*2)); }; train "$(f 4)"
 f() { train a; }; unset -f f; f 2>/dev/null; train b
 set x y; train $1 $2 $#; set -e -- z; train $@; for w; do train $w; break; done
