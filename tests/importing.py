@@ -50,6 +50,7 @@ _GUESSES = (
     (r"^DEVICE(_NAME|_TYPE)?$", "npu"),
     (r"ARGS$|OPTIONS$|FLAGS$", ""),
     (r"^DATA_SOURCE$", "openai/gsm8k"),
+    (r"^DATASET_DIR$", "data"),
     (r"^REWARD$", "accuracy"),
     (r"^PROGRAM$", "examples/math/gsm8k_rl.py"),
     (r"UTIL|FRACTION|RATIO", "0.8"),

@@ -25,7 +25,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, list_unknown, request_variables
 from mindspeed_rl.importers.source_files import flatten_options, require_file
 from mindspeed_rl.importers.training_engine import keep_fsdp
-from mindspeed_rl.importers.translators import describe_preprocessing, name_tokens
+from mindspeed_rl.importers.translators import describe_preprocessing, name_tokens, require_one
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, has_experts
 from mindspeed_rl.importers.yaml_text import load_yaml_text
 
@@ -101,10 +101,16 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     return SourceCommand(kind, options, command.environment, count, table, ("own prompts",) * found.own_prompts, command.loop)
 
 
+def _trains(command: Command) -> bool:
+    place = next((place for place, word in enumerate(command.words) if word.endswith(".py")), len(command.words))
+    return any(word.partition("=")[0] == "--config" for word in command.words[place:])
+
+
 def _find(commands: list[Command]) -> tuple[Command, Path, Path | None, list[str]]:
     """Return the command, its file, its program and what it sets."""
     if len(commands) == 1 and len(commands[0].words) == 1 and Path(commands[0].words[0]).suffix in (".yaml", ".yml"):
         return commands[0], require_file(commands[0], "AReaL", commands[0].words[0]), None, []
+    require_one([command for command in commands if _trains(command)])
     for command in commands:
         words = [part for word in command.words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
         programs = [place for place, word in enumerate(words) if word.endswith(".py")]

@@ -52,7 +52,7 @@ from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file, load_yaml, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.training_engine import keep_fsdp
-from mindspeed_rl.importers.translators import find_module, interval, name_prompts, set_trackers
+from mindspeed_rl.importers.translators import find_module, interval, name_prompts, require_one, set_trackers
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults
 from mindspeed_rl.importers.yaml_text import load_yaml_text
 
@@ -306,9 +306,7 @@ def _find_command(commands: list[Command]) -> tuple[Command, list[str]]:
     ]
     if not found:
         raise ConfigError([f"there is no command of EasyR1, such as python3 -m {_MODULE} config=examples/config.yaml"])
-    if len(found) > 1:
-        lines = ", ".join(str(command.line) for command, _ in found)
-        raise ConfigError([f"the script has several commands of EasyR1, in lines {lines}; import one of them"])
+    require_one([command for command, _ in found])
     return found[0][0], list(found[0][1])
 
 

@@ -15,7 +15,7 @@ from mindspeed_rl.importers.python_source import is_program
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import, ImportSettings
 from mindspeed_rl.importers.shell import is_switched_on, list_unknown, read_script, request_variables
-from mindspeed_rl.importers.source_files import add_runtime_environment, list_absent_scripts
+from mindspeed_rl.importers.source_files import add_runtime_environment, list_absent_scripts, list_changed_files
 from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, find_differences, plan_run
 from mindspeed_rl.importers.writer import write_recipe
 from mindspeed_rl.planner.advice import find_changes_to_fit
@@ -77,6 +77,8 @@ def _import_command(project: SourceProject, text: str, settings: ImportSettings)
         command = project.read(commands, settings.devices)
     except ConfigError as error:
         raise ConfigError([*error.errors, *map(str, absent)]) from None
+    if changed := [sentence for item in commands for sentence in list_changed_files(item)]:
+        raise ConfigError(changed)
     if parts := [script for script in absent if script.is_part]:
         raise ConfigError(map(str, parts))
     run, recipe = translate(project, command, settings)

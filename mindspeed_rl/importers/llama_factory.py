@@ -21,7 +21,7 @@ from mindspeed_rl.importers.llama_factory_weights import (
     name_optimizer_state,
 )
 from mindspeed_rl.importers.options import SourceCommand, SourceProject, read_count, read_number, read_scalar
-from mindspeed_rl.importers.recipe import ACTOR, Adapters, Batch, Layout, Placement, Rate, Recipe
+from mindspeed_rl.importers.recipe import ACTOR, ENGINE, Adapters, Batch, Layout, Placement, Rate, Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, is_switched_on, read_flags
 from mindspeed_rl.importers.source_files import find_file, require_file
@@ -34,6 +34,7 @@ from mindspeed_rl.importers.translators import (
     join_words,
     read_mapping,
     read_option_file,
+    require_one,
     set_trackers,
 )
 from mindspeed_rl.importers.trl import SCHEDULES
@@ -91,6 +92,7 @@ class _Command(SourceCommand):
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     """Return the training command of a script: of llamafactory-cli, of its scripts, or a file of options."""
+    require_one([command for command in commands if _trains(command)])
     for command in commands:
         words = list(command.words)
         place = _find_program(words)
@@ -103,6 +105,13 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         table = TABLES[program] | (TABLE_OF_MCA if is_mca else {})
         return _Command(program, options, command.environment, world, table, source=command, is_mca=is_mca)
     raise ConfigError(["there is no command of LLaMA-Factory, such as llamafactory-cli train FILE, or a file of its options"])
+
+
+def _trains(command: Command) -> bool:
+    try:
+        return _find_program(list(command.words)) is not None
+    except ConfigError:  # it exports or serves
+        return False
 
 
 def _find_program(words: list[str]) -> int | None:
@@ -279,6 +288,11 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     elif not command.flag("disable_gradient_checkpointing"):
         reason = "LLaMA-Factory computes the layers again in the backward pass"
         defaults += [(key, value, reason) for key, value in RECOMPUTE_LAYERS.items()]
+    if lora is None and not any(command.flag(name) for name in ("bf16", "pure_bf16", "use_badam", "fp8")):
+        reason = "without bf16 the weights that train are in fp32, and so are their products"
+        defaults.append((f"{ACTOR}.bf16", False, reason))
+        if command.has("trust_remote_code"):  # a key of the engine, whose format is the trainer's
+            defaults.append((f"{ENGINE}.dtype", "float32", reason))
     if stage != "pt":
         defaults.append((f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"))
     if not command.is_mca:

@@ -33,6 +33,8 @@ OPTIONS: dict[str, Option] = {
 INFO_FILE = "dataset_info.json"
 #: folder of dataset_info.json without an option
 DATASET_DIR = "data"
+#: beginning of a folder of the hub, and the variable of the user for its copy
+_ON_HUB, _COPY = "REMOTE:", "DATASET_DIR"
 #: stages whose rows are pairs
 _PAIRED = ("rm", "dpo", "orpo", "simpo")
 #: columns of a form without which a row is sound; an entry with `columns` switches off those that it does not name
@@ -120,7 +122,7 @@ def describe_data(
     names = [_name_entry(inline)] if inline is not None else _list_names(value)
     if not names:
         raise ConfigError([f"the command names no data: {option} is missing"])
-    stage, folder = command.program, command.text("dataset_dir", DATASET_DIR)
+    stage, folder = command.program, _find_registry(source, command.text("dataset_dir", DATASET_DIR))
     entries = _read_entries(source, folder, names) if inline is None else [_build_entry(names[0], inline, folder)]
     modelscope = is_switched_on(source.environment, "USE_MODELSCOPE_HUB")
     for entry in entries:
@@ -168,17 +170,28 @@ def _list_names(value: object) -> list[str]:
     return [str(item).strip() for item in listed if str(item).strip()]
 
 
+def _find_registry(source: Command, folder: str) -> str:
+    """Return the folder of the registry: of one on the hub, its copy that the user names.
+
+    Raises:
+        ConfigError: it is on the hub, and the user names no copy.
+    """
+    if not folder.startswith(_ON_HUB):
+        return folder
+    if copy := source.environment.get(_COPY):
+        return copy
+    raise ConfigError(
+        [f"dataset_dir {folder}: the registry is on the hub; hf download --repo-type dataset {folder.removeprefix(_ON_HUB)} "
+         f"--local-dir FOLDER, and --set {_COPY}=FOLDER"]
+    )  # fmt: skip
+
+
 def _read_entries(source: Command, folder: str, names: list[str]) -> list[_Entry]:
     """Return the entries of the names.
 
     Raises:
         ConfigError: the registry is not on this machine, cannot be read, or has no such name.
     """
-    if folder.startswith("REMOTE:"):
-        raise ConfigError(
-            [f"dataset_dir {folder}: the registry is on the hub; hf download --repo-type dataset {folder[7:]} "
-             "--local-dir data, and write dataset_dir: data"]
-        )  # fmt: skip
     if folder == "ONLINE":
         return [_Entry(name, {"hf_hub_url": name}, name, "alpaca") for name in names]
     path = require_file(source, "dataset_dir", str(Path(folder, INFO_FILE)))

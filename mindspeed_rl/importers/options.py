@@ -262,6 +262,8 @@ def read_count(name: str, value: object) -> int:
     Raises:
         ConfigError: it is not a whole number, or below 1.
     """
+    if unknown := list_unknown(value):
+        raise request_variables(unknown)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError([f"{name} is {value!r}, but must be a whole number, at least 1"])
     return value

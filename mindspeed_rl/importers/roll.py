@@ -27,6 +27,7 @@ from mindspeed_rl.importers.roll_rows import describe_rows
 from mindspeed_rl.importers.shell import Command, make_mark
 from mindspeed_rl.importers.source_files import find_file, flatten_options, list_folders, load_yaml, require_file
 from mindspeed_rl.importers.training_engine import keep_fsdp
+from mindspeed_rl.importers.translators import require_one
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, has_experts, list_expert_defaults
 
 #: program of ROLL -> what its file is read as
@@ -123,6 +124,7 @@ def _find_file(commands: list[Command]) -> tuple[Command, Path, str]:
         raise ConfigError(
             ["there is no command of ROLL, such as python examples/start_rlvr_pipeline.py --config_path DIR --config_name NAME"]
         )
+    require_one([command for command, _ in found])
     command, place = found[0]
     program = Path(command.words[place]).stem
     if program not in _PIPELINES:

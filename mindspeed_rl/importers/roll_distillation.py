@@ -9,6 +9,7 @@ from mindspeed_rl.importers.options import SourceCommand
 from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL, SAMPLING, Batch, Objective, Recipe, Rewards, list_answer_defaults
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.roll_objective import read_rate
+from mindspeed_rl.importers.roll_rows import count_steps, is_uneven
 from mindspeed_rl.importers.source_plan import name_divergence, name_sampled_steps
 
 #: variable of the user: rows with a column messages, whose last message is the answer
@@ -43,8 +44,9 @@ def describe_distillation(run: Import, command: SourceCommand, shared: Recipe, r
     epochs, length = command.number(f"{role}training_args.num_train_epochs", 1), command.count("sequence_length", 2048)
     if epochs != int(epochs) or epochs < 1:
         raise ConfigError([f"{role}training_args.num_train_epochs is {epochs:g}, but ROLL takes a whole number"])
-    total = run.settings.rows // shared.step_samples * int(epochs)
-    rate, schedule = read_rate(command, role, total)
+    total, decay = count_steps(run, epochs, shared.step_samples)
+    ends = is_uneven(run, shared.step_samples)
+    rate, schedule = read_rate(command, role, total, decay=decay)
     limit = command.number("max_grad_norm", 0.0) / weight
     prompt, answer = length - length // 2, length // 2
     teachers = [name for name in command.options if name.startswith("teacher.")]
@@ -78,8 +80,9 @@ def describe_distillation(run: Import, command: SourceCommand, shared: Recipe, r
         weight_decay=rate.weight_decay,
         clip_grad=limit,
         batch=Batch(shared.batch.micro if shared.batch else None, 1, 1),
-        rates=(replace(rate, clip_grad=limit),),
-        train_epochs=epochs,
+        rates=(replace(rate, clip_grad=limit, decay=decay if decay != total else None),),
+        train_iters=total if ends else None,
+        train_epochs=None if ends else epochs,
         prompt_length=prompt,
         response_length=answer,
         temperature=1.0,

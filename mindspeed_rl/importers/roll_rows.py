@@ -21,8 +21,8 @@ _DATA = "DATA"
 def describe_rows(run: Import, command: SourceCommand, shared: Recipe, role: str) -> Recipe:
     """Return the run of a pipeline that learns from rows.
 
-    Both drop an incomplete last batch of an epoch. SFT reads rows in their order. DPO decays its rate over max_steps divided
-    by the replicas.
+    Both drop an incomplete last batch of an epoch, and SFT still counts its rows where it says over how many steps the rate
+    decays. SFT reads rows in their order. DPO decays its rate over max_steps divided by the replicas.
     """
     step, length = shared.step_samples, command.count("sequence_length", 2048)
     epochs, limit = command.number(f"{role}training_args.num_train_epochs", 1), command.maybe("max_steps")
@@ -31,10 +31,11 @@ def describe_rows(run: Import, command: SourceCommand, shared: Recipe, role: str
     is_dpo = command.program == "dpo"
     if is_dpo and limit is None:
         limit = 500
-    taken = run.settings.rows // step * int(epochs)
+    taken, reached = count_steps(run, epochs, step)
     ends = is_dpo and int(limit or 0) < taken
     total = int(limit or 0) if ends else taken
-    decay = max(1, int(limit or 0) // shared.dp) if is_dpo else total
+    decay = max(1, int(limit or 0) // shared.dp) if is_dpo else reached
+    ends |= is_uneven(run, step)
     rate, schedule = read_rate(command, role, total, decay=decay)
     note = f"{total} steps" + (f", the shorter of max_steps and the epochs of {run.settings.rows} rows" if is_dpo else "")
     names = f"{role}training_args.num_train_epochs" + (" max_steps" if is_dpo else "")
@@ -72,6 +73,17 @@ def describe_rows(run: Import, command: SourceCommand, shared: Recipe, role: str
             (f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"),
         ),
     ).follow(schedule)
+
+
+def count_steps(run: Import, epochs: float, step: int) -> tuple[int, int]:
+    """Return the steps of the epochs, and those over which the rate decays: what the rows of all epochs together would fill."""
+    taken = run.settings.rows // step * int(epochs)
+    return taken, max(1, int(epochs) * run.settings.rows // step) if run.settings.knows_rows else taken
+
+
+def is_uneven(run: Import, step: int) -> bool:
+    """Return whether the rows that the user says do not fill the steps of an epoch, so that the run needs their number."""
+    return run.settings.knows_rows and run.settings.rows % step != 0
 
 
 def _read_file(run: Import, command: SourceCommand, role: str) -> tuple[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,7 +98,23 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             if list_unknown(options.get(name)):
                 del options[name]
     world = devices or _world(options)
-    return SourceCommand("train", options, command.environment, world, _TABLE | engine, loop=command.loop)
+    environment = {**command.environment, **_read_variables(options.get("train_env_vars"))}
+    return SourceCommand("train", options, environment, world, _TABLE | engine, loop=command.loop)
+
+
+def _read_variables(value: object) -> dict[str, str]:
+    """Return the variables that the training processes get by --train-env-vars.
+
+    Raises:
+        ConfigError: it is no JSON of names and values.
+    """
+    try:
+        content = json.loads(value) if isinstance(value, str) and not list_unknown(value) else value or {}
+    except ValueError as error:
+        raise ConfigError([f"--train-env-vars is not JSON: {error}"]) from None
+    if not isinstance(content, Mapping):
+        raise ConfigError([f"--train-env-vars must hold names and values, but is {value!r}"])
+    return {str(name): str(item) for name, item in content.items()}
 
 
 def _is_model_arguments(word: str) -> bool:
@@ -267,6 +285,7 @@ _TABLE: dict[str, Option] = {
     "group_rm": refused("rewards of a whole group at once"),
     "reward_key": no_effect("a reward function has one score"),
     "eval_reward_key": no_effect("a reward function has one score"),
+    "train_env_vars": no_effect("variables of the training processes; those that switch training are refused"),
     # data
     "prompt_data": by(_data, "data_path"),
     "input_key": to(f"{ACTOR}.map_keys.prompt", default="input"),
@@ -277,7 +296,7 @@ _TABLE: dict[str, Option] = {
     "metadata_key": no_effect(
         "columns of the data that rewards read are named in dataset_additional_keys; a rm_type of a row in it is not read"
     ),
-    "tool_key": no_effect("tools come from rl_config.tool_config_path"),
+    "tool_key": to(f"{ACTOR}.map_keys.tools"),
     "loss_mask_type": no_effect("the answers of a chat train"),
     "rollout_task_type": no_effect("only a server of trajectories reads it"),
     # weights and checkpoints
@@ -359,7 +378,7 @@ _TABLE: dict[str, Option] = {
         no_effect("checks of slime's tests; each weight sync is proven"),
     ),
     **dict.fromkeys(
-        "train_backend qwen_gdn_backend train_env_vars update_weight_transport release_train update_weight_disk_dir "
+        "train_backend qwen_gdn_backend update_weight_transport release_train update_weight_disk_dir "
         "update_weight_disk_keep_files update_weight_delta_encoding update_weight_delta_checksum "
         "update_weight_local_checkpoint_dir recompute_loss_function log_probs_chunk_size allgather_cp model_name "
         "update_weight_buffer_size rollout_data_transport rollout_health_check_interval rollout_health_check_timeout "
@@ -522,9 +541,13 @@ def _describe_answers(run: Import, command: SourceCommand, batch: _Batch, shared
     """Return supervised fine-tuning, whose rows are chats of a dataset."""
     prefix = name_tokens(command.text("prompt_data", "data"))
     words = f" --handler-name OpenAIInstructionHandler --prompt-type hf{take_template_words(run)}"
+    if command.has("tool_key"):
+        words += f" --map-keys '{json.dumps({'tools': command.text('tool_key')})}'"
     note = describe_preprocessing(command.text("prompt_data"), prefix, command.text("hf_checkpoint"), words)
     run.translate("--prompt_data", {f"{ACTOR}.data_path": prefix}, note)
     run.tree.get(ACTOR, {}).pop("map_keys", None)
+    if command.has("tool_key"):
+        run.translated["--tool_key"] = "--map-keys of preprocess"
     if command.has("input_key"):
         run.translated["--input_key"] = "messages, a column that the handler reads (--map-keys for another name)"
     if command.has("save_interval"):

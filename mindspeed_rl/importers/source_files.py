@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,10 @@ from mindspeed_rl.importers.yaml_text import load_yaml_text
 
 #: larger files of JSON, which are read as a whole, are not
 _MAX_BYTES = 2**26
+#: endings of files of options
+_OF_OPTIONS = (".yaml", ".yml", ".json")
+#: programs that read them
+_PROGRAMS = ("python", "torchrun", "accelerate", "deepspeed", "llamafactory-cli", "swift", "megatron", "trl", "msrun", "ray")
 #: verl's own file of Ray's variables, none of which switches training
 _RELEASED_ENVIRONMENT = "trainer/runtime_env.yaml"
 #: scripts that prepare a machine: toolkits, environments of Python, the user's own settings
@@ -59,6 +64,25 @@ def require_file(command: Command, option: str, name: str) -> Path:
              "its path starts from, or write the path of a copy"]
         )  # fmt: skip
     return path
+
+
+def list_changed_files(command: Command) -> list[str]:
+    """Return what to say of each file of options that a program of Python names and that its script changes before it."""
+    if not any(Path(word).name.startswith(_PROGRAMS) for word in command.words):
+        return []
+    values = [word.partition("=")[2] or word for word in command.words]
+    options = dict(zip(command.words, command.words[1:])) | dict(word.split("=", 1) for word in command.words if "=" in word)
+    folder, name = (options.get(option, "") for option in ("--config-path", "--config-name"))
+    values += [f"{folder}/{name}", f"{folder}/{name}.yaml"] if name else []
+    found = []
+    for value in dict.fromkeys(map(os.path.normpath, values)):
+        if value not in command.changed or not value.endswith(_OF_OPTIONS) or (path := find_file(command, value)) is None:
+            continue
+        line, text = command.changed[value]
+        if text is None or text.strip() != path.read_text(encoding="utf-8", errors="replace").strip():
+            found.append(f"line {line} changes {value} before the command reads it: write the file as it is then, and import "
+                         "the script without that line")  # fmt: skip
+    return found
 
 
 def add_runtime_environment(command: Command) -> Command:

@@ -121,7 +121,7 @@ def _read_command(command: Command) -> SourceCommand | None:
     program, words = _find_program(command.words)
     if not program:
         return None
-    flags, trailing = read_flags(words)
+    flags, trailing = read_flags(words, has_blanks=True)
     if (name := program.removeprefix(MEGATRON)) in OTHER_PROGRAMS:
         own = {option: _read_value(value) for option, value in flags.items()}
         launcher = "megatron" if program.startswith(MEGATRON) else "swift"

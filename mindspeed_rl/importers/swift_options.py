@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 from mindspeed_rl.importers.options import UNSET, Option, by, each, no_effect, part, refused, same, to, with_others
@@ -37,8 +38,17 @@ def _keep(run: Import, option: str, value: object) -> None:
         run.note(option, "all checkpoints are kept", changes_nothing=False)
 
 
+#: models whose chat template has a system prompt for rows without one
+_HAS_OWN_SYSTEM = re.compile(r"(?i)qwen2|qwen1\.5|qwq")
+
+
 def _system(run: Import, option: str, value: object) -> None:
     text = " ".join(str(item) for item in value) if isinstance(value, list) else str(value)
+    if not text.strip():  # rows without a system prompt have none
+        if _HAS_OWN_SYSTEM.search(str(run.options.get("model", ""))):
+            run.refuse(option, "no system prompt at all: the chat template of this model writes its own where rows have none")
+        run.note(option, "no system prompt, as rows without one have none")
+        return
     # a text of several lines, or a long one, is not a path
     is_path = len(text) < 256 and "\n" not in text
     path = find_file(Command((), {}, 0, folder=run.settings.folder), text) if is_path else None

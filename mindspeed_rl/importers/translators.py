@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -70,7 +70,7 @@ def join_words(flags: Mapping[str, list[str]]) -> dict[str, object]:
 
 def read_options(words: Iterable[str]) -> dict[str, object]:
     """Return the options of a command line."""
-    return join_words(read_flags(tuple(words))[0])
+    return join_words(read_flags(tuple(words), has_blanks=True)[0])
 
 
 #: sentence for a command that starts a process on each device of a machine
@@ -133,6 +133,22 @@ def choose_training(found: list[tuple[Command, int]], absent: str) -> tuple[Comm
         lines = ", ".join(str(command.line) for command, _ in found)
         raise ConfigError([f"lines {lines}: the machine decides which training runs; keep one"])
     return found[0]
+
+
+def require_one(trainings: Sequence[Command]) -> None:
+    """Require that a script trains once; what its nodes run has the same words.
+
+    Raises:
+        ConfigError: it has several trainings, or the machine decides whether it runs.
+    """
+    different = {(item.words, tuple(sorted(_list_settings(item).items()))) for item in trainings}
+    if len(different) > 1 or any(item.uncertain for item in trainings[:1]):
+        lines = ", ".join(dict.fromkeys(str(item.line) for item in trainings))
+        raise ConfigError([f"the script has several trainings, or one that may not run (lines {lines}); import one of them"])
+
+
+def _list_settings(command: Command) -> dict[str, str]:
+    return {name: value for name, value in command.environment.items() if "RANK" not in name}
 
 
 def find_module(run: Import, command: SourceCommand, name: str) -> str:

@@ -59,6 +59,7 @@ from mindspeed_rl.importers.translators import (
     negated,
     read_mapping,
     read_option_file,
+    require_one,
     set_model,
     set_output,
     set_recomputation,
@@ -103,8 +104,19 @@ _FUNCTIONS: dict[str, tuple[str, dict[str, object]]] = {
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
+def _trains(command: Command) -> bool:
+    place, program = _find_program(list(command.words))
+    if program is None or program in _OTHER_PROGRAMS:
+        return False
+    try:
+        return program != _OWN_PROGRAM or _find_code(command, command.words[place], is_alone=False) is not None
+    except ConfigError:  # a program of its own, which may be of another kind
+        return False
+
+
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     """Return the training command of a script: a call of `trl`, of one of its scripts, or a configuration file."""
+    require_one([command for command in commands if _trains(command)])
     for command in commands:
         words = list(command.words)
         place, program = _find_program(words)

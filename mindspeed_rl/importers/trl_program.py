@@ -22,7 +22,13 @@ TRAINERS = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo", "SFTTrainer": "sft", "
 #: option of the teacher of GKD
 _TEACHER = "teacher_model_name_or_path"
 #: arguments of a trainer that change nothing of what is trained here
-_HARMLESS = ("eval_dataset", "compute_metrics", "callbacks", "reward_processing_classes")
+_HARMLESS = ("eval_dataset", "compute_metrics", "reward_processing_classes")
+#: callbacks of transformers and TRL that write, count or show; others may end the training or change weights
+_SHOWING = frozenset(
+    "PrinterCallback ProgressCallback RichProgressCallback LogCompletionsCallback WinRateCallback WeaveCallback "
+    "TensorBoardCallback WandbCallback SwanLabCallback MLflowCallback CometCallback ClearMLCallback NeptuneCallback "
+    "TrackioCallback DefaultFlowCallback".split()
+)
 #: argument of LoraConfig -> option
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
          "use_rslora": "use_rslora", "use_dora": "use_dora", "modules_to_save": "lora_modules_to_save"}  # fmt: skip
@@ -141,7 +147,7 @@ class _Reader:
             "model": self._read_model, "teacher_model": partial(self._read_model, option=_TEACHER),
             "args": self._read_config, "train_dataset": self._read_data,
             "peft_config": self._read_adapters, "reward_funcs": self._read_rewards,
-            "processing_class": self._read_tokenizer, "tokenizer": self._read_tokenizer,
+            "processing_class": self._read_tokenizer, "tokenizer": self._read_tokenizer, "callbacks": self._read_callbacks,
         }  # fmt: skip
         if self._reads_command(arguments):
             program.options |= self.given
@@ -156,6 +162,9 @@ class _Reader:
                 continue  # of load_in_4bit and load_in_8bit, which are options
             elif name not in _HARMLESS and not (isinstance(value, ast.Constant) and value.value is None):
                 program.unread.append(f"{self._at(value)}: {name} of the trainer is code that no run file has")
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and name_call(node) == "add_callback" and node.args:
+                self._read_callbacks(program, node.args[0], node.lineno)
         for name in ("model_name_or_path", "dataset_name", *([_TEACHER] if "teacher_model" in arguments else [])):
             if name in self.variables:
                 program.options[name] = self.variables[name]
@@ -225,6 +234,10 @@ class _Reader:
                 program.unread.append(f"{self._at(node)}: the trainer's args are {text}; write them as {expected}(...)")
                 return
             self._ask_package(node, "trl")
+            if node.args:
+                self._take(program, "output_dir", node.args[0], at + 1)
+            if len(node.args) > 1:
+                program.unread.append(f"{self._at(node)}: write the arguments of {expected} by their names")
             for keyword in node.keywords:
                 if keyword.arg is not None:
                     self._take(program, keyword.arg, keyword.value, at + 1)
@@ -298,6 +311,8 @@ class _Reader:
         program.options["use_peft"] = True
         # PEFT's own defaults
         program.options |= {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+        if node.args:
+            program.unread.append(f"{self._at(node)}: write the arguments of LoraConfig by their names")
         for keyword in node.keywords:
             if keyword.arg in _LORA:
                 self._take(program, _LORA[keyword.arg], keyword.value, at)
@@ -308,6 +323,26 @@ class _Reader:
                 value = str(error)
             if value is not None and value not in _LORA_PLAIN.get(keyword.arg or "", ()):
                 program.unread.append(f"{self._at(keyword)}: {keyword.arg or '**'} of LoraConfig is not available here")
+
+    def _follow_made(self, node: ast.expr, line: int) -> tuple[ast.expr, int]:
+        """Return what a name stands for: of one that is set in a branch, what it is set to there."""
+        try:
+            return self.names.follow(node, line)
+        except UnreadableError:
+            name = ast.unparse(node)
+            values = [item.value for item in ast.walk(self.tree) if isinstance(item, ast.Assign) and len(item.targets) == 1
+                      and ast.unparse(item.targets[0]) == name]  # fmt: skip
+            return (values[0], line) if len(values) == 1 else (node, line)
+
+    def _read_callbacks(self, program: Program, node: ast.expr, line: int) -> None:
+        """Name callbacks but for those that only write, count or show."""
+        node, line = self._follow_made(node, line)
+        for item in node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]:
+            made, _ = self._follow_made(item, line)
+            name = name_call(made) if isinstance(made, ast.Call) else ast.unparse(made)
+            if name.rpartition(".")[2] not in _SHOWING and name != "None":
+                program.unread.append(f"{self._at(item)}: the callback {name} may end the training or change weights; remove "
+                                      "it if it does neither")  # fmt: skip
 
     def _read_rewards(self, program: Program, node: ast.expr, line: int) -> None:
         node, line = self.names.follow(node, line)

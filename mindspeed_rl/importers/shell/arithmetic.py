@@ -17,7 +17,8 @@ def _divide(first: int, second: int) -> int:
 _OPERATORS: dict[type[ast.operator] | type[ast.cmpop], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Mod: lambda first, second: first - second * _divide(first, second), ast.FloorDiv: _divide,
-    ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+    ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
     ast.Pow: lambda base, exponent: int(base**exponent),
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,
@@ -26,6 +27,7 @@ _SIGNS: dict[type[ast.unaryop], Callable[[int], int]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
     ast.Not: lambda value: int(not value),
+    ast.Invert: operator.invert,
 }
 #: largest shift and exponent
 _LIMIT = 64
@@ -33,6 +35,10 @@ _LIMIT = 64
 
 #: a number with its base, such as 10#08
 _BASED = re.compile(r"\b(\d{1,2})#([0-9A-Za-z]+)\b")
+
+
+#: bits next to comparisons, and the power of a negative number: Python takes their parts in another order
+_OTHER_ORDER = re.compile(r"(?<![&|])[&|](?![&|]).*[=<>]|[=<>].*(?<![&|])[&|](?![&|])|\^.*[=<>]|[=<>].*\^|-\s*[\d(]+\s*\*\*")
 
 
 def _read_based(match: re.Match[str]) -> str:
@@ -47,7 +53,7 @@ def evaluate(text: str) -> str | None:
     if choice := re.fullmatch(r"([^?]*)\?([^:]*):(.*)", text, re.DOTALL):
         text = "({1}) if ({0}) else ({2})".format(*choice.groups())
     text = _BASED.sub(_read_based, text)
-    if "#" in text:  # which begins a comment in Python
+    if "#" in text or _OTHER_ORDER.search(text):  # which begins a comment in Python
         return None
     python = text.replace("&&", " and ").replace("||", " or ").replace("/", "//").strip()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
@@ -26,6 +26,7 @@ class Command:
         input: text of a here-document; None without one.
         loop: the loop and the run of it that the command is of, where others follow; empty outside of loops.
         inner: lines of the scripts that the line runs, in which the command is; empty where the line has it itself.
+        changed: files that the script has written or changed before -> line, and their text; None where that is not known.
     """
 
     words: tuple[str, ...]
@@ -37,6 +38,7 @@ class Command:
     input: str | None = None
     loop: str = ""
     inner: tuple[int, ...] = ()
+    changed: Mapping[str, tuple[int, str | None]] = field(default_factory=dict)
 
 
 def make_mark(name: str, line: int) -> str:
@@ -93,10 +95,13 @@ def is_switched_on(environment: Mapping[str, str], name: str) -> bool:
     return value in _ON
 
 
-def read_flags(words: list[str] | tuple[str, ...]) -> tuple[dict[str, list[str]], list[str]]:
+def read_flags(words: list[str] | tuple[str, ...], *, has_blanks: bool = False) -> tuple[dict[str, list[str]], list[str]]:
     """Return the words of each `--name value ...` or `--name=value`, hyphens as underscores, and the words before the first.
 
     The last one of several of a name wins, as argparse has it.
+
+    Args:
+        has_blanks: an empty word that follows a name is its value; otherwise it is none.
     """
     options: dict[str, list[str]] = {}
     leading: list[str] = []
@@ -110,4 +115,6 @@ def read_flags(words: list[str] | tuple[str, ...]) -> tuple[dict[str, list[str]]
             leading.append(word)
         elif word.strip():
             options[name].append(word)
+        elif has_blanks and name and not options[name]:
+            options[name].append("")
     return options, leading

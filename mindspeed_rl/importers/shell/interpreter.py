@@ -6,6 +6,7 @@ import enum
 import fnmatch
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,27 +15,67 @@ from pathlib import Path
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.shell.command import Command, list_unknown, make_mark, name_outputs
 from mindspeed_rl.importers.shell.expansion import Expander
-from mindspeed_rl.importers.shell.launchers import InnerScript, find_inner, read_variables
+from mindspeed_rl.importers.shell.launchers import InnerScript, find_inner, list_removed, read_variables
 from mindspeed_rl.importers.shell.parser import Node, parse
-from mindspeed_rl.importers.shell.programs import format_text, list_braces, list_said, read_output
-from mindspeed_rl.importers.shell.tokens import INPUT, INPUT_WORD, OUTPUT, read_tokens
+from mindspeed_rl.importers.shell.programs import format_text, list_braces, list_changed, list_said, read_output
+from mindspeed_rl.importers.shell.tokens import INPUT, INPUT_FILE, INPUT_WORD, OUTPUT, Reader, read_tokens
 from mindspeed_rl.importers.shell.variables import NAME, Scope, Variable
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([^\]=]+)\])?(\+?)=(.*)", re.DOTALL)
-_PAIRS = re.compile(r"\[([^\]]*)\]=((?:\"[^\"]*\"|'[^']*'|[^\s)])*)")
+_ASSIGNED = re.compile(r"(\+?)=(.*)", re.DOTALL)
+_TARGET = re.compile(r"([A-Za-z_]\w*)(?:\[(.+)\])?", re.DOTALL)
+_FILE_READ = re.compile(r"\s*<\s*(\S+)\s*")
+_PAIR = re.compile(r"""\[((?:"[^"]*"|'[^']*'|[^]])*)\]\+?=(.*)""", re.DOTALL)
 #: text that stands for a value which the user writes, such as "your model ckpt path"
 _PLACEHOLDER = re.compile(r"<?your(?:[ _-][\w.]+){1,6}>?")
 _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
+#: programs that are run to know something of the machine, and how they end says it
+_QUESTIONS = frozenset(("grep egrep fgrep which type hash pgrep pidof lsof diff cmp ping nc curl getent id nvidia-smi "
+                        "npu-smi rocm-smi lspci mountpoint systemctl").split())  # fmt: skip
+#: commands whose text in a file is followed
+_WRITERS = frozenset(("cat", "echo", "printf", "tee"))
+#: commands that read a file behind `<`; every other program reads it by itself
+_READERS = frozenset(("read", "mapfile", "readarray", "cat", "bash", "sh", "zsh", "xargs", "tee"))
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 #: loops over more items, and scripts that run more others, than any script means
 _MAX_ITEMS = 64
 _MAX_DEPTH = 20
+#: runs of all loops of a script together
+_MAX_ROUNDS = 10_000
 #: index of an array beyond which no script has items
 _LARGEST_INDEX = 10_000
+#: larger files that a script adds to are logs
+_MAX_BYTES = 2**20
 #: folders above a script's which relative paths may start from, such as the root of its checkout
 MAX_PARENTS = 6
 #: options of `read`, `mapfile` and `readarray` that have a word
 _READ_WORDS = {"read": "dnNptui", "mapfile": "dnNpui", "readarray": "dnNpui"}
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    """`name=text`, `name+=text` or `name[index]=text`, with its quotes."""
+
+    name: str
+    index: str | None
+    adds: bool
+    text: str
+
+
+def _read_assignment(word: str) -> _Assignment | None:
+    """Return the assignment that a word is; None for another word."""
+    name = NAME.match(word)
+    if name is None:
+        return None
+    place, index = name.end(), None
+    if word[place : place + 1] == "[":
+        reader = Reader(word, place)
+        try:
+            index = reader.read_balanced("[", "]")
+        except ConfigError:
+            return None
+        place = reader.place
+    match = _ASSIGNED.fullmatch(word, place)
+    return None if match is None or index == "" else _Assignment(name.group(), index, bool(match[1]), match[2])
 
 
 def _split_words(text: str, separators: str | None, limit: int = -1) -> list[str]:
@@ -116,7 +157,9 @@ class _Interpreter:
 
     Attributes:
         files: path -> text of those that the script has written.
+        changed: path -> line, of those that it has written or changed, also by programs.
         inner_runs: number of scripts that were run, of this one and those around it together.
+        rounds: number of runs of their loops.
         uncertain, loop, directory: what the commands that follow get, see `Command`.
         depth: depth of functions, files and scripts within one another.
         doubts: number of uncertain branches around what runs; `returns` and `breaks` have it for the function and the loop.
@@ -124,6 +167,10 @@ class _Interpreter:
         num_loops: loops that "break" or "continue" is about, from the inner one.
         hidden: for each function that runs, the values of the names that it has declared.
         outer_folders: folders of the scripts around this one, from which its relative paths may start too.
+        code: how the last command that failed has ended.
+        substituted: how the last command whose output is taken has ended.
+        piped: what the command before `|` writes; None where only the machine knows it.
+        ignores_case: patterns do (shopt -s nocasematch).
     """
 
     scope: Scope
@@ -131,7 +178,9 @@ class _Interpreter:
     functions: dict[str, list[Node]] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
     inner_runs: list[int] = field(default_factory=lambda: [0])
+    rounds: list[int] = field(default_factory=lambda: [0])
     uncertain: str = ""
     loop: str = ""
     directory: str = ""
@@ -143,25 +192,54 @@ class _Interpreter:
     num_loops: int = 1
     hidden: list[dict[str, Variable | None]] = field(default_factory=list)
     outer_folders: tuple[Path, ...] = ()
+    code: str = "1"
+    substituted: bool | None = True
+    piped: str | None = None
+    ignores_case: bool = False
 
     def __post_init__(self) -> None:
-        self.words = Expander(self.scope, self._substitute)
+        self.words = Expander(self.scope, self._substitute, self._name_process)
 
     # --- statements
 
     def run(self, nodes: list[Node]) -> bool | None:
         """Follow the commands; return the status of the last one: None where only the machine knows it."""
         status: bool | None = True
-        for node in nodes:
+        start = 0
+        for index, node in enumerate(nodes):
             if self.leaves:
                 break
             if (node.link == "&&" and status is False) or (node.link == "||" and status is True):
                 continue
             if node.link in ("&&", "||") and status is None:
-                self._run_uncertain([[node]], f"line {node.line}")
+                self._run_uncertain([[replace(node, link=";")]], f"line {node.line}")
+                self.scope.variables["?"] = self.scope.mark_output()
                 continue
             self.scope.line = node.line
+            is_piped = node.link == "|"
+            pipes = index + 1 < len(nodes) and nodes[index + 1].link == "|"
+            start = start if is_piped else len(self.commands)
+            if is_piped or pipes:  # each of them runs in a shell of its own
+                status = self._run_piped(node, start if is_piped else None)
+            else:
+                status = _NODES[node.kind](self, node)
+            self.scope.variables["?"] = self.code if status is False else "0" if status else self.scope.mark_output()
+        return status
+
+    def _run_piped(self, node: Node, start: int | None) -> bool | None:
+        """Follow a command of a pipe.
+
+        Args:
+            start: number of the commands before the pipe; None for its first command.
+        """
+        before = self.commands[start:] if start is not None else []
+        text = read_output(before, self._read_file, self.words.compute, "") if before else None
+        outer, self.piped = self.piped, text
+        with self._own_shell():
             status = _NODES[node.kind](self, node)
+        if before and text is not None and self.piped is None:  # it has read what those before it write
+            del self.commands[start : (start or 0) + len(before)]
+        self.piped = outer
         return status
 
     def _run_group(self, node: Node) -> bool | None:
@@ -169,12 +247,16 @@ class _Interpreter:
 
     def _run_subshell(self, node: Node) -> bool | None:
         """Follow commands in brackets, whose folder, variables and functions end with them."""
+        with self._own_shell():
+            return self.run(node.parts[0])
+
+    @contextmanager
+    def _own_shell(self) -> Iterator[None]:
         scope = self.scope
         outer = self.directory, dict(scope.variables), set(scope.exported), dict(self.functions)
-        status = self.run(node.parts[0])
+        yield
         self.directory, scope.variables, scope.exported, self.functions = outer
         self.leaves = ""
-        return status
 
     def _run_if(self, node: Node) -> bool | None:
         parts = list(node.parts)
@@ -196,6 +278,8 @@ class _Interpreter:
         name, *words = node.words
         if name.startswith("(("):
             return self._run_while(node)
+        if not words:  # over the arguments
+            words = ["in", '"$@"']
         items = [item for word in words[1:] for part in list_braces(word) for item in self.words.expand(part)]
         if name in self.scope.known:  # each run would have the value of the user
             items = items[:1]
@@ -206,21 +290,64 @@ class _Interpreter:
                 runs = f"run {index + 1} of {len(items)} of the loop over {name} in line {node.line}: {name}={item}"
                 self.loop = f"{runs}; --set {name}=VALUE imports another"
             self.scope.variables[name] = item
+            self._count_round(node)
             self.run(node.parts[0])
             if self.leaves == "continue" and self.num_loops == 1:
                 self.leaves = ""
             if self.leaves:
                 break
+        self._leave_loop(outer, breaks)
+        return True
+
+    def _count_round(self, node: Node) -> None:
+        self.rounds[0] += 1
+        if self.rounds[0] > _MAX_ROUNDS:
+            raise ConfigError([f"line {node.line}: the loops of the script have more than {_MAX_ROUNDS:,} runs; import its "
+                               "command alone"])  # fmt: skip
+
+    def _leave_loop(self, outer: str, breaks: int | None) -> None:
         self.loop, self.breaks = outer, breaks
         if self.leaves in ("break", "continue"):
             self.num_loops -= 1
             if not self.num_loops or breaks != self.doubts:
                 self.leaves = ""
-        return True
 
     def _run_while(self, node: Node) -> bool | None:
-        # its body depends on what changes while it runs
-        self._run_uncertain([node.parts[0]], f"the loop of line {node.line}")
+        """Follow a loop as long as its condition is known."""
+        step = ""
+        if node.kind == "for":
+            first, condition, step = node.words[0].removeprefix("((").removesuffix("))").split(";")
+            self.words.step(first)
+            head = [Node("simple", node.line, (f"(({condition.strip() or 1}))",))]
+            body = [*node.parts[0], Node("simple", node.line, (f"(({step.strip() or 1}))",))]
+        else:
+            head, body = node.parts
+        outer, breaks = self.loop, self.breaks
+        for index in range(_MAX_ITEMS + 1):
+            before = {**self.scope.variables, "?": "0"}
+            count = len(self.commands)
+            status = self.run(head)
+            if status is None or len(self.commands) > count or index == _MAX_ITEMS:
+                # its body depends on what changes while it runs
+                self.scope.variables = before
+                self._run_uncertain([body], f"the loop of line {node.line}")
+                break
+            if status == (node.ends[:1] == ("until",)):
+                break
+            self.breaks = self.doubts
+            if not outer:
+                self.loop = f"run {index + 1} of the loop of line {node.line}"
+            self._count_round(node)
+            self.run(node.parts[-1])
+            if self.leaves == "continue" and self.num_loops == 1:
+                self.leaves = ""
+            if self.leaves:
+                break
+            if step:
+                self.words.step(step)
+            if {**self.scope.variables, "?": "0"} == before:  # each further run is the same
+                break
+        self._leave_loop(outer, breaks)
         return True
 
     def _run_case(self, node: Node) -> bool | None:
@@ -228,10 +355,19 @@ class _Interpreter:
         if unknown := list_unknown(value):
             self._run_uncertain([*node.parts, []], _name_condition("case", node.line, unknown), unknown)
             return True
-        for patterns, body in zip(node.patterns, node.parts):
-            if any(fnmatch.fnmatchcase(value, " ".join(self.words.expand(pattern))) for pattern in patterns):
-                return self.run(body)
-        return True
+        falls, status = False, True
+        for patterns, body, end in zip(node.patterns, node.parts, node.ends):
+            if falls or any(self._matches(value, self.words.expand_text(pattern, is_pattern=True)) for pattern in patterns):
+                status = self.run(body)
+                falls = end == ";&"
+                if end not in (";&", ";;&"):
+                    break
+        return status
+
+    def _matches(self, text: str, pattern: str) -> bool:
+        if self.ignores_case:
+            text, pattern = text.lower(), pattern.lower()
+        return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
     def _keep_function(self, node: Node) -> bool | None:
         self.functions[node.words[0]] = node.parts[0]
@@ -263,22 +399,25 @@ class _Interpreter:
 
     def _run_simple(self, node: Node) -> bool | None:
         words = [word for word in node.words if not word.startswith("\1")]
-        stdin, output = self._read_redirections([word for word in node.words if word.startswith("\1")])
+        marked = [word for word in node.words if word.startswith("\1")]
         if words[:1] == ["time"]:  # a word of the shell, before variables of the command
             words = words[2:] if words[1:2] == ["-p"] else words[1:]
         if words[:1] == ["!"] and len(words) > 1:
             rest = list(node.words)
             rest.remove("!")
             status = self._run_simple(replace(node, words=tuple(rest)))
+            self.code = "1"
             return None if status is None else not status
         assignments = []
-        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-            assignments.append(match)
+        while words and (assignment := _read_assignment(words[0])):
+            assignments.append(assignment)
             words.pop(0)
         if not words:
-            for match in assignments:
-                self._assign(match)
-            return True
+            self.substituted = True
+            for assignment in assignments:
+                self._assign(assignment)
+            return self.substituted
+        self.code = "1"
         if words[0] in ("[", "[[", "test") or words[0].startswith("(("):
             return self._test(words)
         if words[0] in _DECLARING:
@@ -286,33 +425,78 @@ class _Interpreter:
         expanded = [item for word in words for part in list_braces(word) for item in self.words.expand(part)]
         if not expanded:
             return True
-        front = {match.group(1): " ".join(self.words.expand(match.group(4))) for match in assignments}
-        return self._run_call(_Call(expanded[0], expanded[1:], node.line, front, stdin, output))
+        front = {item.name: self.words.expand_text(item.text, assigns=True) for item in assignments}
+        stdin, output = self._read_redirections(marked, expanded)
+        call = _Call(expanded[0], expanded[1:], node.line, front, stdin, output)
+        self._note_changes(call)
+        return self._run_call(call)
 
     def _run_call(self, call: _Call) -> bool | None:
-        if call.name in _STATUSES:
-            return _STATUSES[call.name]
         is_shallow = self.depth < _MAX_DEPTH
         if call.name in self.functions and is_shallow:
-            with self._deeper(call.words), self._own_names():
+            with self._deeper(call.words), self._own_names(), self._front(call.assignments):
                 return self._run_body(self.functions[call.name])
-        if call.name in _BUILTINS and (status := _BUILTINS[call.name](self, call)) is not _Kind.PROGRAM:
-            return status
+        if call.name in _STATUSES:
+            return _STATUSES[call.name]
+        if call.name in _BUILTINS:
+            with self._front(call.assignments if call.name in ("eval", "source", ".") else {}):
+                status = _BUILTINS[call.name](self, call)
+            if status is not _Kind.PROGRAM:
+                return status
+        return self._run_program(call, is_shallow=is_shallow)
+
+    @contextmanager
+    def _front(self, assignments: Mapping[str, str]) -> Iterator[None]:
+        """Give a function the variables in front of its call, as long as it runs."""
+        scope = self.scope
+        before = {name: scope.variables.get(name) for name in assignments}
+        added = set(assignments) - scope.exported
+        for name, value in assignments.items():
+            scope.set(name, value)
+        scope.exported |= added
+        yield
+        scope.exported -= added
+        for name, value in before.items():
+            scope.variables.pop(name, None)
+            if value is not None:
+                scope.variables[name] = value
+
+    def _run_program(self, call: _Call, *, is_shallow: bool) -> bool | None:
         expanded = [call.name, *call.words]
         front = {**call.assignments, **read_variables(expanded)}
         if is_shallow and (inner := find_inner(expanded, call.stdin, self._read_file)) is not None:
-            return self._run_inner(inner, front)
-        environment = self.scope.list_exported() | {key: self.scope.known.get(key, value) for key, value in front.items()}
+            status: bool | None = self._run_inner(inner, front)
+            self._end_by_exec(call)
+            return status
+        if Path(call.name).name == "xargs":
+            # one call with all words of its input; with options they may be several
+            plain = call.stdin is not None and not list_unknown(call.stdin) and not "".join(call.words[:1]).startswith("-")
+            given = shlex.split(call.stdin or "") if plain else [self.scope.mark_output()]
+            expanded = [*((call.words or ["echo"]) if plain else expanded), *given]
+        exported = self.scope.list_exported()
+        removed = list_removed(expanded, exported)
+        kept = {key: value for key, value in exported.items() if key not in removed}
+        environment = kept | {key: self.scope.known.get(key, value) for key, value in front.items()}
         self.commands.append(
             Command(
-                tuple(expanded), environment, call.line, self.uncertain, self.folder, self.directory, call.stdin, self.loop
+                tuple(expanded), environment, call.line, self.uncertain, self.folder, self.directory, call.stdin, self.loop,
+                changed={name: (line, self.files.get(name)) for name, line in self.changed.items()},
             )  # fmt: skip
         )
-        return True
+        self._end_by_exec(call)
+        asks = call.name in _QUESTIONS or (call.name == "command" and call.words[:1] in (["-v"], ["-V"]))
+        return None if asks else True
 
-    def _read_redirections(self, marked: list[str]) -> tuple[str | None, tuple[str, str] | None]:
+    def _end_by_exec(self, call: _Call) -> None:
+        """End the script with a command that takes its place."""
+        if call.name == "exec" and call.words and not self.doubts and not self.uncertain:
+            self.leaves = "exit"
+
+    def _read_redirections(self, marked: list[str], words: list[str]) -> tuple[str | None, tuple[str, str] | None]:
         """Return the text that a command reads, and how and where it writes; None where it has no such redirection."""
-        stdin: str | None = None
+        reads = any(Path(word).name in _READERS for word in (words[0], words[-1])) or "-s" in words
+        stdin = self.piped if reads else None
+        self.piped = None if reads else self.piped
         output: tuple[str, str] | None = None
         for word in marked:
             kind, text = word[: word.index("\1", 1) + 1], word[word.index("\1", 1) + 1 :]
@@ -323,6 +507,9 @@ class _Interpreter:
                 stdin = text
             elif kind == INPUT_WORD:
                 stdin = self.words.expand_text(text)
+            elif kind == INPUT_FILE:
+                content = self._read_file(self.words.expand_text(text)) if reads else None
+                stdin = (self.scope.mark_output() if content is None else content) if reads else stdin
             else:
                 # as in double quotes, but that a quote is one like any other character
                 quoted = re.sub(r'(\\*)"', lambda match: f'{match.group(1) * 2}\\"', text)
@@ -332,10 +519,21 @@ class _Interpreter:
                     stdin = text
         return stdin, output
 
+    def _note_changes(self, call: _Call) -> None:
+        """Keep the names of the files that a command writes or changes."""
+        names = list_changed(call.name, call.words, call.stdin)
+        names += [] if call.output is None else [call.output[1]]
+        for name in map(os.path.normpath, names):
+            self.changed[name] = call.line
+            if call.name not in _WRITERS:
+                self.files.pop(name, None)
+
     def _read_file(self, name: str) -> str | None:
         """Return the text of a file that the script has written, or that is here; None for others."""
         if os.path.normpath(name) in self.files:
             return self.files[os.path.normpath(name)]
+        if os.path.normpath(name) in self.changed:
+            return None  # a program has written it
         path = self._find_file(name)
         try:
             return None if path is None else path.read_text(encoding="utf-8")
@@ -373,17 +571,17 @@ class _Interpreter:
         exported = {key: scope.variables[key] for key in scope.exported if key in scope.variables} if here else {}
         inner = _Interpreter(
             Scope(scope.known, {**exported, **front}, set(exported) | set(front)),
-            self.folder if path is None else path.parent, files=self.files,
-            inner_runs=self.inner_runs, uncertain=self.uncertain, loop=self.loop,
+            self.folder if path is None else path.parent, files=self.files, changed=self.changed,
+            inner_runs=self.inner_runs, rounds=self.rounds, uncertain=self.uncertain, loop=self.loop,
             directory=self.directory if here else "", depth=self.depth + 1,
             outer_folders=self.outer_folders if path is None else folders,
         )  # fmt: skip
         inner.scope.set_arguments(script.arguments)
+        if zero := script.zero or script.name:
+            inner.scope.variables["0"] = zero
         inner.run(parse(script.text))
         # lines of its own text say nothing in this script
-        self.commands += [
-            replace(command, line=scope.line, inner=(command.line, *command.inner)) for command in inner.commands
-        ]
+        self.commands += [replace(command, line=scope.line, inner=(command.line, *command.inner)) for command in inner.commands]
         return True
 
     @contextmanager
@@ -412,12 +610,16 @@ class _Interpreter:
 
         An exit with an error is what a wrong call of the script meets.
         """
-        status = next(iter(call.words), "0")
+        status = next(iter(call.words), self.scope.read("?") if call.name in ("exit", "return") else "0")
+        status = "0" if not call.words and list_unknown(status) else status
+        self.code = status if status.isdigit() else "1"
         level = {"exit": 0 if status == "0" else None, "return": self.returns}.get(call.name, self.breaks)
         if level == self.doubts and not (call.name == "exit" and self.uncertain):
             self.leaves = call.name
             self.num_loops = max(1, int(status)) if status.isdigit() else 1
-        return {"0": True}.get(status, None if list_unknown(status) else False) if call.name == "return" else True
+        if call.name in ("break", "continue"):
+            return True
+        return {"0": True}.get(status, None if list_unknown(status) else False)
 
     @contextmanager
     def _own_names(self) -> Iterator[None]:
@@ -425,6 +627,7 @@ class _Interpreter:
         self.hidden.append({})
         yield
         for name, value in self.hidden.pop().items():
+            self.scope.references.pop(name, None)
             self.scope.variables.pop(name, None)
             if value is not None:
                 self.scope.variables[name] = value
@@ -434,7 +637,10 @@ class _Interpreter:
     def _source(self, call: _Call) -> bool | None | _Kind:
         if not call.words or self.depth >= _MAX_DEPTH or list_unknown(call.words[0]):
             return _Kind.PROGRAM
-        text, path = self._read_file(call.words[0]), self._find_file(call.words[0])
+        if call.words[0] in ("/dev/stdin", "/dev/fd/0", "-") and call.stdin is not None:
+            text, path = call.stdin, None
+        else:
+            text, path = self._read_file(call.words[0]), self._find_file(call.words[0])
         if text is None:  # such as a virtual environment of that machine: it sets what the script may request
             return _Kind.PROGRAM
         outer = self.folder, self.outer_folders
@@ -450,13 +656,37 @@ class _Interpreter:
         if self.depth >= _MAX_DEPTH:
             return _Kind.PROGRAM
         with self._deeper():
-            return bool(self.run(parse(" ".join(call.words))))
+            return self.run(parse(" ".join(call.words)))
 
     def _set(self, call: _Call) -> bool | None | _Kind:
-        if call.words[:1] != ["--"]:
-            return _Kind.PROGRAM
-        self.scope.set_arguments(call.words[1:])
+        words, names = list(call.words), []
+        while words and re.fullmatch(r"[-+][A-Za-z]+", words[0]):
+            option = words.pop(0)
+            names.append(option[0] + (words.pop(0) if option[-1] == "o" and words else ""))
+            names += [option[0] + letter for letter in option[1:]]
+        if "-a" in names or "-allexport" in names:
+            self.scope.exports_all = True
+        if "+a" in names or "+allexport" in names:
+            self.scope.exports_all = False
+        if words and words != ["-"]:
+            self.scope.set_arguments(words[words[0] == "--" :])
         return True
+
+    def _set_shell(self, call: _Call) -> bool | None | _Kind:
+        """Follow `shopt`, of which one option changes what is compared."""
+        if "nocasematch" in call.words:
+            self.ignores_case = "-s" in call.words
+        return True
+
+    def _get_options(self, call: _Call) -> bool | None | _Kind:
+        """Follow `getopts`, which ends at once where there are no arguments."""
+        if len(call.words) < 2:
+            return None
+        if not self.scope.arguments:
+            return False
+        for name in (call.words[1], "OPTARG"):
+            self.scope.set(name, self.scope.mark(name))
+        return None
 
     def _shift(self, call: _Call) -> bool | None | _Kind:
         count = int(call.words[0]) if call.words and call.words[0].isdigit() else 1
@@ -466,14 +696,23 @@ class _Interpreter:
     def _unset(self, call: _Call) -> bool | None | _Kind:
         for word in call.words:
             name, bracket, index = word.removesuffix("]").partition("[")
-            value = self.scope.variables.get(name)
+            value = self.scope.variables.get(self.scope.resolve(name))
             if not bracket:
-                self.scope.variables.pop(name, None)
+                if "-f" in call.words or (value is None and name not in self.scope.exported):
+                    self.functions.pop(name, None)
+                    continue
+                self.scope.variables.pop(self.scope.resolve(name), None)
+                self.scope.exported.discard(name)
             elif isinstance(value, dict):  # a new one: another branch may have this one
                 removed = index.strip("'\"")
                 self.scope.variables[name] = {key: item for key, item in value.items() if key != removed}
             elif isinstance(value, list) and (place := self.words.compute(index)).lstrip("-").isdigit():
-                self.scope.variables[name] = [*value[: int(place)], *(value[int(place) + 1 or len(value) :])]
+                if -len(value) <= int(place) < len(value):
+                    items = list(value)
+                    items[int(place)] = None
+                    while items and items[-1] is None:
+                        items.pop()
+                    self.scope.variables[self.scope.resolve(name)] = items
         return True
 
     def _let(self, call: _Call) -> bool | None | _Kind:
@@ -488,8 +727,6 @@ class _Interpreter:
 
     def _read(self, call: _Call) -> bool | None | _Kind:
         """Set the variables of `read`, `mapfile` and `readarray`."""
-        if call.stdin is None:
-            return _Kind.PROGRAM
         options = [word for word in call.words if word.startswith("-")]
         names, place = [], 0
         while place < len(call.words):
@@ -497,20 +734,35 @@ class _Interpreter:
             names += [] if word.startswith("-") else [word]
             place += 2 if word[:1] == "-" and word[-1:] in _READ_WORDS[call.name] else 1
         letters = "".join(option[1:] for option in options)
-        variables = self.scope.variables
+        names = names or ["REPLY" if call.name == "read" else "MAPFILE"]
+        if call.stdin is None or list_unknown(call.stdin):
+            for name in names:
+                self._store(name, self.scope.mark(name))
+            return None
         if call.name != "read":
-            variables[(names or ["MAPFILE"])[0]] = call.stdin.splitlines()
+            self._store(names[0], list(call.stdin.splitlines()))
             return True
         text = call.stdin if "d" in letters else call.stdin.partition("\n")[0]
         own = call.assignments.get("IFS", self.scope.find("IFS"))
         separators = own if isinstance(own, str) else None
-        if "a" in letters and names:
-            variables[names[0]] = _split_words(text, separators)
+        if "a" in letters:
+            self._store(names[0], list(_split_words(text, separators)))
             return True
-        names = names or ["REPLY"]
         items = _split_words(text, separators, len(names) - 1) if len(names) > 1 else [text.strip()]
-        variables |= dict(zip(names, [*items, *[""] * len(names)]))
+        for name, item in zip(names, [*items, *[""] * len(names)]):
+            self._store(name, item)
         return True
+
+    def _store(self, target: str, value: str | list[str | None]) -> None:
+        """Set a variable, or an item of an array, that a builtin has the name of."""
+        match = _TARGET.fullmatch(target)
+        if match is None:
+            return
+        name, index = match.groups()
+        if index is None:
+            self.scope.set(name, value)
+        else:
+            self._assign(_Assignment(name, index, False, shlex.quote(value) if isinstance(value, str) else ""))
 
     def _cat(self, call: _Call) -> bool | None | _Kind:
         if call.words or call.stdin is None:
@@ -520,15 +772,18 @@ class _Interpreter:
     def _tee(self, call: _Call) -> bool | None | _Kind:
         if call.stdin is None:
             return _Kind.PROGRAM
-        target = next((word for word in call.words if not word.startswith("-")), None)
-        return self._write_file(call.output or (None if target is None else (">", target)), call.stdin)
+        way = ">>" if "-a" in call.words else ">"
+        for target in call.words:
+            if not target.startswith("-"):
+                self._write_file((way, target), call.stdin)
+        return self._write_file(call.output, call.stdin)
 
     def _echo(self, call: _Call) -> bool | None | _Kind:
         return self._write_file(call.output, " ".join(list_said(call.words)))
 
     def _printf(self, call: _Call) -> bool | None | _Kind:
         if call.words[:1] == ["-v"] and len(call.words) > 2:
-            self.scope.variables[call.words[1]] = format_text(call.words[2:])
+            self._store(call.words[1], format_text(call.words[2:]))
             return True
         return self._write_file(call.output, format_text(list_said(call.words)))
 
@@ -537,7 +792,14 @@ class _Interpreter:
         if output is None:
             return _Kind.PROGRAM
         way, target = output[0], os.path.normpath(output[1])
-        self.files[target] = f"{self.files.get(target, '') if way == '>>' else ''}{text}\n"
+        before = ""
+        if way == ">>":
+            path = None if target in self.files else self._find_file(target)
+            if path is not None and path.stat().st_size > _MAX_BYTES:
+                return True  # no script or file of options
+            before = self.files.get(target, "") if path is None else path.read_text(encoding="utf-8", errors="replace")
+        self.files[target] = f"{before}{text}\n"
+        self.changed[target] = self.scope.line
         return True
 
     # --- assignments
@@ -545,9 +807,9 @@ class _Interpreter:
     def _declare(self, words: list[str]) -> bool:
         flags = "".join(word for word in words[1:] if word.startswith(("-", "+")) and "=" not in word)
         is_local = bool(self.hidden) and words[0] in ("local", "declare", "typeset") and "g" not in flags
-        for word in words[1:]:
-            match = _ASSIGNMENT.fullmatch(word)
-            name = word if match is None else match.group(1)
+        for word in self._list_declared(words[1:]):
+            match = _read_assignment(word)
+            name = word if match is None else match.name
             if is_local and NAME.fullmatch(name) and name not in self.hidden[-1]:
                 self.hidden[-1][name] = self.scope.variables.get(name)
                 if match is None:
@@ -556,53 +818,82 @@ class _Interpreter:
                 self.scope.variables.setdefault(word.partition("=")[0], {})
             if "i" in flags and NAME.fullmatch(name):
                 self.scope.whole.add(name)
+            if "n" in flags and words[0] != "export" and NAME.fullmatch(name):
+                if match is not None:  # another name of a variable
+                    self.scope.references[name] = self.words.expand_text(match.text)
+                continue
             if match is not None:
                 self._assign(match)
-            if "n" in flags and NAME.fullmatch(name):
-                self.scope.set(name, self.scope.mark(name))  # another name of a variable
-            if words[0] == "export" and NAME.fullmatch(name):
+            if "+x" in flags or (words[0] == "export" and "n" in flags):
+                self.scope.exported.discard(name)
+            elif (words[0] == "export" or "x" in flags) and NAME.fullmatch(name):
                 self.scope.exported.add(name)
         return True
 
-    def _assign(self, match: re.Match[str]) -> None:
-        name, index, plus, text = match.groups()
+    def _list_declared(self, words: list[str]) -> Iterator[str]:
+        """Yield the assignments and names of a declaration, of which an expansion may make several.
+
+        Raises:
+            ConfigError: only the machine knows the names.
+        """
+        for word in words:
+            if _read_assignment(word) is not None or not re.search(r"[$`\"'\\]", word):
+                yield word
+                continue
+            for text in self.words.expand(word):
+                name, equals, value = text.partition("=")
+                if list_unknown(name):
+                    raise ConfigError([f"line {self.scope.line}: the names of these variables are not in the script; "
+                                       "write them as NAME=VALUE"])  # fmt: skip
+                yield f"{name}={shlex.quote(value)}" if equals else text
+
+    def _assign(self, assignment: _Assignment) -> None:
+        name, index, text = self.scope.resolve(assignment.name), assignment.index, assignment.text
+        plus = assignment.adds
         if name in self.scope.known:
             return
         old = self.scope.variables.get(name)
         if isinstance(old, dict):
-            value: Variable = self._read_map(old, index, text, adds=bool(plus))
+            value: Variable = self._read_map(old, index, text, adds=plus)
         elif text.startswith("(") and text.endswith(")"):
-            items = [token.text for token in read_tokens(text[1:-1]) if not token.is_operator]
-            added = [item for word in items for part in list_braces(word) for item in self.words.expand(part)]
-            value = [*(old if isinstance(old, list) else [old] if old else []), *added] if plus else added
+            value = [*(old if isinstance(old, list) else [old] if old else [])] if plus else []
+            for word in [token.text for token in read_tokens(text[1:-1]) if not token.is_operator]:
+                if (item := re.match(r"\[([^]]*)\]=", word)) is not None:
+                    value = self._change_item(value, item[1], word[item.end() :], adds=False)
+                else:
+                    value += [part for piece in list_braces(word) for part in self.words.expand(piece)]
         elif index is not None:
-            value = self._change_item(old if isinstance(old, list) else [old] if old else [], index, text, adds=bool(plus))
+            value = self._change_item(old if isinstance(old, list) else [old] if old else [], index, text, adds=plus)
         else:
             value = self._read_text(name, text)
             if name in self.scope.whole:
                 value = self.words.compute(f"{old or 0} + ({value})" if plus else value)
             elif plus and isinstance(old, list):
-                value = [old[0] + value, *old[1:]] if old else [value]
+                value = [(old[0] or "") + value, *old[1:]] if old else [value]
             elif plus and isinstance(old, str):
                 value = old + value
-        self.scope.variables[name] = value
+        self.scope.set(name, value)
 
     def _read_map(self, old: dict[str, str], index: str | None, text: str, *, adds: bool) -> dict[str, str]:
-        pairs = _PAIRS.findall(text) if index is None else [(index, text)]
+        if index is None:
+            words = [token.text for token in read_tokens(text.removeprefix("(").removesuffix(")")) if not token.is_operator]
+            pairs = [(pair[1], pair[2]) for word in words if (pair := _PAIR.fullmatch(word)) is not None]
+        else:
+            pairs = [(index, text)]
         read = {" ".join(self.words.expand(key)): self.words.expand_text(item) for key, item in pairs}
         return {**old, **read} if adds or index is not None else read
 
-    def _change_item(self, old: list[str], index: str, text: str, *, adds: bool) -> list[str]:
+    def _change_item(self, old: list[str | None], index: str, text: str, *, adds: bool) -> list[str | None]:
         computed = self.words.compute(index)
         if list_unknown(computed) or not -len(old) <= int(computed) < _LARGEST_INDEX:
             return [self.scope.mark_output()]  # which item it is only the machine knows
         place = int(computed) if int(computed) >= 0 else len(old) + int(computed)
-        items = [*old, *[""] * (place + 1 - len(old))]
-        items[place] = (items[place] if adds else "") + self.words.expand_text(text)
+        items = [*old, *[None] * (place + 1 - len(old))]
+        items[place] = ((items[place] or "") if adds else "") + self.words.expand_text(text)
         return items
 
     def _read_text(self, name: str, text: str) -> str:
-        value = self.words.expand_text(text)
+        value = self.words.expand_text(text, assigns=True)
         if _PLACEHOLDER.fullmatch(value):
             value = self.scope.mark(name)
         # the output of a program is requested by the name of the variable that takes it
@@ -614,32 +905,40 @@ class _Interpreter:
         if words[0].startswith("(("):
             value = self.words.step(words[0][2:-2])
             return None if list_unknown(value) else value != "0"
-        return self._test_words([word for word in words[1:] if word not in ("]", "]]")])
+        return self._test_words([word for word in words[1:] if word not in ("]", "]]")], has_patterns=words[0] == "[[")
 
-    def _test_words(self, words: list[str]) -> bool | None:
-        """Return the status of a condition; None where only the machine knows it."""
+    def _test_words(self, words: list[str], *, has_patterns: bool) -> bool | None:
+        """Return the status of a condition; None where only the machine knows it.
+
+        Args:
+            has_patterns: the right side of a comparison is a pattern.
+        """
         for signs, decides in ((("||", "-o"), True), (("&&", "-a"), False)):
             place = next((words.index(sign) for sign in signs if sign in words), None)
             if place is not None:
-                sides = [self._test_words(words[:place]), self._test_words(words[place + 1 :])]
+                sides = [self._test_words(part, has_patterns=has_patterns) for part in (words[:place], words[place + 1 :])]
                 return decides if decides in sides else None if None in sides else not decides
         if words[:1] == ["!"]:
-            status = self._test_words(words[1:])
+            status = self._test_words(words[1:], has_patterns=has_patterns)
             return None if status is None else not status
-        texts = [self.words.expand_text(word, blank_unset=True) for word in words]
+        compares = len(words) == 3 and words[1] in ("=", "==", "!=")
+        is_pattern = [has_patterns and compares and place == 2 for place in range(len(words))]
+        texts = [self.words.expand_text(word, blank_unset=True, is_pattern=kind) for word, kind in zip(words, is_pattern)]
         if len(texts) == 2 and texts[0] in ("-z", "-n"):
             return None if list_unknown(texts[1]) else (texts[1] == "") == (texts[0] == "-z")
         if any(list_unknown(text) for text in texts):
             return None
+        if is_pattern[2:] == [True]:
+            if re.search(r"(?<!\\)[@+?!*]\(", words[2]):  # other patterns
+                return None
+            return self._matches(texts[0], texts[2]) == (texts[1] != "!=")
         if len(texts) == 3:
             return self._compare(*texts)
         return texts[0] != "" if len(texts) == 1 else None  # of two words it is a file test
 
     def _compare(self, first: str, comparison: str, second: str) -> bool | None:
-        if comparison in ("=", "=="):
-            return fnmatch.fnmatchcase(first, second)
-        if comparison == "!=":
-            return not fnmatch.fnmatchcase(first, second)
+        if comparison in ("=", "==", "!="):
+            return (first == second) == (comparison != "!=")
         if comparison not in _COMPARISONS:
             return None
         value = self.words.compute(f"{first or 0} {_COMPARISONS[comparison]} {second or 0}")
@@ -651,14 +950,34 @@ class _Interpreter:
         """Return the output of the few commands that can be known; a mark named after the line for others."""
         if self.depth >= _MAX_DEPTH:
             return self.scope.mark_output()
+        if file := _FILE_READ.fullmatch(text):
+            content = self._read_file(self.words.expand_text(file[1]))
+            return self.scope.mark_output() if content is None else content.rstrip("\n")
         nodes = parse(text)
         if not nodes:
             return ""  # a comment
-        scope = Scope(self.scope.known, dict(self.scope.variables), line=self.scope.line)
-        inner = _Interpreter(scope, self.folder, depth=self.depth + 1)
-        inner.run(nodes)
-        output = read_output(inner.commands, self.files, self.words.compute, self.scope.read("PWD"))
+        scope = Scope(self.scope.known, dict(self.scope.variables), references=self.scope.references, line=self.scope.line)
+        inner = _Interpreter(
+            scope, self.folder, dict(self.functions), files=self.files, changed=self.changed, rounds=self.rounds,
+            depth=self.depth + 1,
+        )
+        self.substituted = inner.run(nodes)
+        self.code = inner.code
+        if not inner.commands:
+            return ""
+        if any(command.uncertain for command in inner.commands):
+            return self.scope.mark_output()
+        output = read_output(inner.commands, self._read_file, self.words.compute, self.scope.read("PWD"))
         return self.scope.mark_output() if output is None else output
+
+    def _name_process(self, text: str) -> str:
+        """Return the name of the file that has the output of `<(command)`; a mark where only the machine knows it."""
+        output = self._substitute(text)
+        if list_unknown(output):
+            return output
+        name = f"/dev/fd/{63 - sum(name.startswith('/dev/fd/') for name in self.files)}"
+        self.files[name] = f"{output}\n"
+        return name
 
 
 _STATUSES = {"true": True, ":": True, "false": False}
@@ -683,6 +1002,8 @@ _BUILTINS: dict[str, Callable[[_Interpreter, _Call], bool | None | _Kind]] = {
     "let": _Interpreter._let,
     **dict.fromkeys(("cd", "pushd"), _Interpreter._change_directory),
     **dict.fromkeys(("read", "mapfile", "readarray"), _Interpreter._read),
+    "shopt": _Interpreter._set_shell,
+    "getopts": _Interpreter._get_options,
     "cat": _Interpreter._cat,
     "tee": _Interpreter._tee,
     "echo": _Interpreter._echo,

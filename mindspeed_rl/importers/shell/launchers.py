@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,7 +20,7 @@ _VARIABLE_OPTIONS = {
 #: options of ssh that take a word
 _SSH_WORDS = frozenset(f"-{letter}" for letter in "BbcDEeFIiJLlmOopQRSWw")
 #: options of env that take a word
-_ENV_WORDS = ("-u", "-C")
+_ENV_WORDS = ("-u", "-C", "--unset", "--chdir")
 #: options of a shell that take a word
 _SHELL_WORDS = ("--rcfile", "--init-file")
 #: programs that start the words behind their options on the same machine, with the variables of the script
@@ -40,12 +40,14 @@ class InnerScript:
     Attributes:
         is_here: it runs on the machine of the command, and has its exported variables.
         name: of its file; empty where the command has its text.
+        zero: its $0; empty for the usual one.
     """
 
     text: str
     arguments: list[str]
     is_here: bool
     name: str = ""
+    zero: str = ""
 
 
 def _is_shell(word: str) -> bool:
@@ -64,6 +66,20 @@ def read_variables(words: Sequence[str]) -> dict[str, str]:
         found += _list_option_words(_VARIABLE_OPTIONS.get(name, ()), rest)
     pairs = [pair.partition("=") for item in found for pair in (item.split(",") if item.startswith("ALL,") else [item])]
     return {name: value for name, equals, value in pairs if equals and NAME.fullmatch(name)}
+
+
+def list_removed(words: Sequence[str], names: Iterable[str]) -> set[str]:
+    """Return those of the exported names that `env -i` and `env -u NAME` keep from a command."""
+    place = next((place for place, word in enumerate(words) if Path(word).name == "env"), len(words))
+    options: list[str] = []
+    for word in words[place + 1 :]:
+        if not (word.startswith("-") or (options and options[-1] in _ENV_WORDS) or "=" in word):
+            break
+        options.append(word)
+    if {"-", "-i", "--ignore-environment"} & set(options):
+        return set(names)
+    joined = {word.removeprefix("--unset=") for word in options if word.startswith("--unset=")}
+    return joined | {name for option, name in zip(options, options[1:]) if option in ("-u", "--unset")}
 
 
 def _list_env_words(rest: list[str]) -> Iterator[str]:
@@ -98,7 +114,10 @@ def find_inner(words: Sequence[str], stdin: str | None, read_file: Callable[[str
         options, rest = _split_options(words[shell + 1 :])
         if any("c" in option for option in options if not option.startswith("--")):
             starts_here = shell == 0 or Path(words[0]).name in _STARTERS
-            return InnerScript(rest[0], rest[2:], starts_here) if rest and not list_unknown(rest[0]) else None
+            zero = "".join(rest[1:2])
+            return InnerScript(rest[0], rest[2:], starts_here, zero=zero) if rest and not list_unknown(rest[0]) else None
+        if stdin is not None and any("s" in option for option in options if not option.startswith("--")):
+            return InnerScript(stdin, rest, shell == 0)
     if words[0] == "ssh":
         return _find_remote(words, stdin)
     if _is_shell(words[-1]) and stdin is not None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.shell.tokens import Token, read_tokens
 
+#: what ends a body of a case
+_CASE_ENDS = (";;", ";&", ";;&")
+
 
 @dataclass(frozen=True)
 class Node:
@@ -19,6 +22,7 @@ class Node:
         link: operator before it: ";", "&&", "||" or "|".
         parts: lists of nodes: for "if" conditions and bodies in turn, the last without a condition is else.
         patterns: patterns of "case", one list of patterns a body.
+        ends: of "case", what follows each body: ";;", ";&" or ";;&"; of "while" and "until" the word itself.
     """
 
     kind: str
@@ -27,6 +31,7 @@ class Node:
     link: str = ";"
     parts: tuple[list[Node], ...] = ()
     patterns: tuple[tuple[str, ...], ...] = ()
+    ends: tuple[str, ...] = ()
 
 
 def parse(text: str) -> list[Node]:
@@ -51,7 +56,7 @@ class _Parser:
         link = ";"
         while self.place < len(self.tokens):
             token = self.tokens[self.place]
-            if token.text in ends and (not token.is_operator or token.text in (")", ";;")):
+            if token.text in ends and (not token.is_operator or token.text in (")", *_CASE_ENDS)):
                 return nodes
             if token.is_operator and token.text not in ("(",):
                 self.place += 1
@@ -69,13 +74,13 @@ class _Parser:
             return Node("if", line, link=link, parts=tuple(self._parse_if()))
         if word == "for":
             self.place += 1
-            words = self._take_words()
+            words = self._take_words("do")
             self._skip_separators()
             return Node("for", line, words, link, (self._parse_body("do", "done"),))
         if word in ("while", "until"):
             self.place += 1
-            self.parse_list(("do",))
-            return Node("while", line, (), link, (self._parse_body("do", "done"),))
+            condition = self.parse_list(("do",))
+            return Node("while", line, (), link, (condition, self._parse_body("do", "done")), ends=(word,))
         if word == "case":
             return self._parse_case(link)
         if word == "{":
@@ -97,8 +102,11 @@ class _Parser:
         self.place += 1 if self.tokens[self.place].text == "function" else 0
         name = self.tokens[self.place].text
         self.place += 1
-        while self.place < len(self.tokens) and self.tokens[self.place].text in ("(", ")", "\n"):
+        self.place += 2 if [item.text for item in self.tokens[self.place : self.place + 2]] == ["(", ")"] else 0
+        while self.place < len(self.tokens) and self.tokens[self.place].text == "\n":
             self.place += 1
+        if self.place >= len(self.tokens):
+            raise ConfigError([f"line {line} of the script: the function {name} has no body"])
         return Node("function", line, (name,), link, ([self._parse_command(";")],))
 
     def _parse_if(self) -> Iterator[list[Node]]:
@@ -120,25 +128,31 @@ class _Parser:
         self._skip_separators()
         self._take("in")
         self._skip_separators()
-        bodies, patterns = [], []
+        bodies, patterns, ends = [], [], []
         while self.place < len(self.tokens) and self.tokens[self.place].text != "esac":
             names: list[str] = []
             while self.place < len(self.tokens) and self.tokens[self.place].text != ")":
                 token = self.tokens[self.place]
+                if token.text == "(" and names and names[-1][-1:] in ("@", "+", "?", "!", "*"):
+                    raise ConfigError([f"line {token.line}: the pattern {names[-1]}(...) of a case is not read; "
+                                       "write its alternatives one by one, as in a|b"])  # fmt: skip
                 names += [] if token.is_operator else [token.text]
                 self.place += 1
             self._take(")")
             patterns.append(tuple(names))
-            bodies.append(self.parse_list((";;", "esac")))
-            if self.place < len(self.tokens) and self.tokens[self.place].text == ";;":
+            bodies.append(self.parse_list((*_CASE_ENDS, "esac")))
+            ends.append(self.tokens[self.place].text)
+            if ends[-1] in _CASE_ENDS:
                 self.place += 1
             self._skip_separators()
         self._take("esac")
-        return Node("case", line, (subject,), link, tuple(bodies), tuple(patterns))
+        return Node("case", line, (subject,), link, tuple(bodies), tuple(patterns), tuple(ends))
 
-    def _take_words(self) -> tuple[str, ...]:
+    def _take_words(self, end: str = "") -> tuple[str, ...]:
         words = []
         while self.place < len(self.tokens) and not self.tokens[self.place].is_operator:
+            if end and self.tokens[self.place].text == end:
+                break
             words.append(self.tokens[self.place].text)
             self.place += 1
         if not words:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.importers.shell.command import Command
 
+#: programs that change a file in its place, with the option for it, and programs whose last word is what they write
+_EDITORS = frozenset("sed gsed perl yq dasel crudini".split())
+_IN_PLACE = re.compile(r"-[A-Za-z]*i|--in-?place")
+_COPIES = frozenset("cp mv ln install rsync".split())
+#: a file of options in the text of a Python program, and the calls that write one
+_NAMED_FILE = re.compile(r"""["']([^"'\s]+\.(?:ya?ml|json))["']""")
+_WRITES = re.compile(r"""["'][wa]\+?["']|write_text|dump|save\(""")
+#: folders whose files are those of the machine that runs the script
+_OF_MACHINE = ("/proc/", "/sys/", "/etc/", "/dev/null")
 #: numbers that seq or braces may have
 _MAX_COUNT = 10_000
 #: a whole number of them; no counter of a script is longer
@@ -115,6 +123,21 @@ def list_said(words: Sequence[str]) -> list[str]:
     return [word.replace("\\n", "\n").replace("\\t", "\t") for word in said] if "e" in "".join(flags) else list(said)
 
 
+def list_changed(name: str, words: Sequence[str], stdin: str | None) -> list[str]:
+    """Return the files that a program changes or writes by their names among its words, or in the text of a Python program."""
+    base = name.rpartition("/")[2]
+    named = [word for word in words if not word.startswith("-")]
+    if base in _EDITORS:
+        return named if any(_IN_PLACE.match(word) for word in words) else []
+    if base in _COPIES and len(named) > 1:
+        folder = named[-1].rstrip("/")
+        return [folder, *(f"{folder}/{word.rpartition('/')[2]}" for word in named[:-1])]
+    if base.startswith("python"):
+        text = stdin or next((text for option, text in itertools.pairwise(words) if option == "-c"), "")
+        return _NAMED_FILE.findall(text) if _WRITES.search(text) else []
+    return []
+
+
 @dataclass(frozen=True)
 class _Pipe:
     """The commands of a substitution.
@@ -122,13 +145,13 @@ class _Pipe:
     Attributes:
         words: words of each command, without `--`.
         input: here-document of the first one.
-        files: that the script has written.
+        read: returns the text of a file; None where it is not here.
         compute: returns the value of an arithmetic expression.
     """
 
     words: list[list[str]]
     input: str | None
-    files: Mapping[str, str]
+    read: Callable[[str], str | None]
     compute: Callable[[str], str]
 
     @property
@@ -138,19 +161,19 @@ class _Pipe:
 
 
 def read_output(
-    commands: Sequence[Command], files: Mapping[str, str], compute: Callable[[str], str], directory: str
+    commands: Sequence[Command], read: Callable[[str], str | None], compute: Callable[[str], str], directory: str
 ) -> str | None:
     """Return what commands write into a pipe or a variable; None where only the machine of the script knows.
 
     Args:
-        files: path -> text of the files that the script has written.
+        read: returns the text of a file that the script has written, or that is here; None for others.
         compute: returns the value of an arithmetic expression.
         directory: folder of the script.
     """
     words = [[word for word in command.words if word != "--"] for command in commands]
     programs = tuple(item[0] for item in words)
     if programs in _OUTPUTS:
-        return _OUTPUTS[programs](_Pipe(words, commands[0].input, files, compute))
+        return _OUTPUTS[programs](_Pipe(words, commands[0].input, read, compute))
     if programs[-1:] == ("pwd",):
         return next((item[1] for item in words if item[0] == "cd" and len(item) > 1), directory)
     return None
@@ -165,8 +188,20 @@ def _calculate(pipe: _Pipe) -> str | None:
 def _read_files(pipe: _Pipe) -> str | None:
     if not pipe.arguments:
         return pipe.input
-    text = pipe.files.get(os.path.normpath(pipe.arguments[0])) if len(pipe.arguments) == 1 else None
+    name = pipe.arguments[0]
+    if len(pipe.arguments) > 1 or name.startswith(("-", *_OF_MACHINE)):
+        return None
+    text = pipe.read(name)
     return None if text is None else text.rstrip("\n")
+
+
+def _leave_out_comments(pipe: _Pipe) -> str | None:
+    """Return the lines of a file but for its comments: `grep -v '^#' FILE`."""
+    *options, name = pipe.arguments or [""]
+    if options not in (["-v", "^#"], ["-vE", "^#"], ["-Ev", "^#"]) or name.startswith(_OF_MACHINE):
+        return None
+    text = pipe.read(name)
+    return None if text is None else "\n".join(line for line in text.splitlines() if not line.startswith("#"))
 
 
 def _split_path(pipe: _Pipe) -> tuple[str, str]:
@@ -202,6 +237,7 @@ _OUTPUTS: dict[tuple[str, ...], Callable[[_Pipe], str | None]] = {
     ("printf", "bc"): _calculate,
     ("bc",): lambda pipe: None if pipe.input is None else pipe.compute(pipe.input),
     ("cat",): _read_files,
+    ("grep",): _leave_out_comments,
     ("expr",): lambda pipe: pipe.compute(" ".join(pipe.arguments)),
     ("basename",): _read_base,
     ("dirname",): lambda pipe: (_split_path(pipe)[0] or ".") if pipe.arguments else None,

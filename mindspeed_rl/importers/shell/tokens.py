@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from mindspeed_rl.config.errors import ConfigError
 
-_OPERATORS = ("&&", "||", ";;", "|&", "|", "&", ";", "(", ")", "\n")
+_OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", "|", "&", ";", "(", ")", "\n")
 _REDIRECTION = re.compile(r"(?:\d*|&)(<<<|<<-|<<|>>|>&|<&|<>|>\||>|<)")
 #: beginnings of tokens for the input and the output of a command: a here-document, one whose text is expanded, a here-string
-#: that is expanded as a word, and the file that is written
-INPUT, EXPANDED_INPUT, INPUT_WORD, OUTPUT = ("\1raw\1", "\1text\1", "\1word\1", "\1out\1")
+#: that is expanded as a word, the file that is read, and the file that is written
+INPUT, EXPANDED_INPUT, INPUT_WORD, INPUT_FILE, OUTPUT = ("\1raw\1", "\1text\1", "\1word\1", "\1file\1", "\1out\1")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ class Reader:
 
     def _read_token(self) -> None:
         line = self.line
-        if not self._in_test and (match := _REDIRECTION.match(self.text, self.place)):
+        if not self._in_test and self.text.startswith(("<(", ">("), self.place):
+            self._tokens.append(Token(self._read_process(), line))
+        elif not self._in_test and (match := _REDIRECTION.match(self.text, self.place)):
             self._read_redirection(match)
         elif not self._in_test and self.text.startswith("((", self.place):
             self._tokens.append(Token(f"({self.read_balanced('(', ')')})", line))
@@ -90,8 +92,17 @@ class Reader:
             self._tokens.append(Token("", line))
         elif match.group(1) == "<<<":
             self._tokens.append(Token(INPUT_WORD + target, line))
+        elif match.group() in ("<", "0<") and target:
+            self._tokens.append(Token(INPUT_FILE + target, line))
         elif match.group() in (">", ">>") and target:
             self._tokens.append(Token(f"{OUTPUT}{match.group()} {target}", line))
+
+    def _read_process(self) -> str:
+        """Return `<(...)` or `>(...)`, a file that a command writes or reads."""
+        start = self.place
+        self._skip(1)
+        self.read_balanced("(", ")")
+        return self.text[start : self.place]
 
     def _read_documents(self) -> None:
         line = self.line - 1
@@ -115,14 +126,24 @@ class Reader:
     def _read_target(self) -> str:
         while self.text[self.place : self.place + 1] in (" ", "\t"):
             self._skip(1)
+        if self.text.startswith(("<(", ">("), self.place):
+            return self._read_process()
         return self._read_word() if self.place < len(self.text) and self.text[self.place] not in "\n;&|" else ""
 
     def _read_word(self) -> str:
         start = self.place
+        parts: list[str] = []
         while self.place < len(self.text):
             char = self.text[self.place]
-            if char == "\\":
+            if self.text.startswith("\\\n", self.place):  # joins two lines, but for those within single quotes
+                parts.append(self.text[start : self.place])
                 self._skip(2)
+                start = self.place
+            elif char == "\\":
+                self._skip(2)
+            elif self.text.startswith("$'", self.place):
+                self._skip(1)
+                self.read_escaped()
             elif char in "'\"`":
                 self.read_quoted(char)
             elif self._read_expansion():
@@ -133,9 +154,9 @@ class Reader:
                 break
             else:
                 self._skip(1)
-        if self.place == start:
+        if self.place == start and not parts:
             self._skip(1)
-        return self.text[start : self.place].replace("\\\n", "")
+        return "".join([*parts, self.text[start : self.place]])
 
     def _read_expansion(self) -> bool:
         """Skip `$(...)` or `${...}`; return False where there is none."""
@@ -145,6 +166,20 @@ class Reader:
         opening = self.text[self.place]
         self.read_balanced(opening, ")" if opening == "(" else "}")
         return True
+
+    def read_escaped(self) -> None:
+        """Skip to the end of the quote of $'...', in which a backslash takes the meaning of the next character.
+
+        Raises:
+            ConfigError: it has no end.
+        """
+        first = self.line
+        self._skip(1)
+        while self.place < len(self.text):
+            if self.text[self.place] == "'":
+                return self._skip(1)
+            self._skip(2 if self.text[self.place] == "\\" else 1)
+        raise ConfigError([f"the command line cannot be read: No closing quotation (') of line {first}"])
 
     def read_quoted(self, quote: str) -> None:
         """Skip to the end of a quote.

@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 
 from mindspeed_rl.importers.shell.command import make_mark
 
-#: a text, an array, or an associative array
-Variable = str | list[str] | dict[str, str]
+#: a text, an array (None where an index has no item), or an associative array
+Variable = str | list[str | None] | dict[str, str]
 #: name of a variable
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: variables that every script has
 _SPECIAL = {"0": "./script.sh", "#": "0", "?": "0", "$": "1", "!": "1", "-": ""}
 #: arguments that a function or a script has by number
 _NUMBERED = tuple(map(str, range(1, 10)))
+
+
+def list_items(value: Variable) -> list[str]:
+    """Return the items of a variable; a text is one."""
+    return [value] if isinstance(value, str) else [item for item in value if item is not None]
 
 
 @dataclass
@@ -26,22 +31,30 @@ class Scope:
         known: values of the user, which assignments of the script do not change.
         exported: names of those that commands get.
         whole: names of those that are whole numbers (declare -i).
+        references: name -> name of the variable that it stands for (declare -n).
+        exports_all: each variable that is set from here on is exported (set -a).
     """
 
     known: Mapping[str, str]
     variables: dict[str, Variable] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
+    references: dict[str, str] = field(default_factory=dict)
+    exports_all: bool = False
     line: int = 1
 
     @property
     def arguments(self) -> list[str]:
         """The words behind the script or the function."""
-        listed = self.variables.get("@", [])
-        return list(listed)
+        return list_items(self.variables.get("@", []))
+
+    def resolve(self, name: str) -> str:
+        """Return the name of the variable that a name stands for."""
+        return self.references.get(name, name)
 
     def find(self, name: str) -> Variable | None:
         """Return a variable; None where the script does not set it."""
+        name = self.resolve(name)
         return self.known.get(name, self.variables.get(name))
 
     def read(self, name: str, *, blank_unset: bool = False) -> str:
@@ -52,7 +65,7 @@ class Scope:
         """
         value = self.find(name)
         if isinstance(value, list):
-            return value[0] if value else ""
+            return (value[0] if value else None) or ""
         if isinstance(value, dict):
             return value.get("0", "")
         if value is not None:
@@ -72,13 +85,16 @@ class Scope:
 
     def set(self, name: str, value: Variable) -> None:
         """Set a variable, unless the user has."""
+        name = self.resolve(name)
         if name not in self.known:
             self.variables[name] = value
+            if self.exports_all:
+                self.exported.add(name)
 
     def set_arguments(self, arguments: list[str]) -> None:
         for name in _NUMBERED:
             self.variables.pop(name, None)
-        self.variables |= {"@": arguments, "*": arguments, "#": str(len(arguments))}
+        self.variables |= {"@": list(arguments), "*": list(arguments), "#": str(len(arguments))}
         self.variables |= {str(index): item for index, item in enumerate(arguments, 1)}
 
     def keep_arguments(self) -> dict[str, Variable]:

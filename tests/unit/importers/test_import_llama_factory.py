@@ -436,6 +436,43 @@ def test_pairs_have_images_too(folder: Path) -> None:
     assert "--image-folder data --min-pixels 1024 --max-pixels 589824" in run.translated["dataset"]  # 768 x 768
 
 
+def test_full_training_without_bf16_is_in_fp32(folder: Path) -> None:
+    full: dict[str, object] = {"finetuning_type": "full", "bf16": ...}
+    # LLaMA-Factory casts what trains to fp32; accelerate casts products only where bf16 says so. Adapters keep a base in bf16
+    assert take(write(folder, full)).get("megatron_training.bf16") is False
+    assert take(write(folder, full | {"trust_remote_code": True})).get("generate_config.dtype") == "float32"
+    assert take(write(folder, full | {"bf16": True})).get("megatron_training.bf16") is None
+    assert take(write(folder, {"finetuning_type": "lora", "bf16": ...})).get("megatron_training.bf16") is None
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "llamafactory-cli train train.yaml\nllamafactory-cli train train.yaml learning_rate=1e-4",
+        "if [ -f more ]; then\n  llamafactory-cli train train.yaml\nfi",
+        "USE_MCA=1 llamafactory-cli train train.yaml\nllamafactory-cli train train.yaml",
+    ],
+)
+def test_a_script_trains_once(folder: Path, script: str) -> None:
+    write(folder, {})
+    with pytest.raises(ConfigError, match="several trainings, or one that may not run"):
+        take(script)
+
+
+def test_what_each_node_runs_and_what_follows_training_is_one_training(folder: Path) -> None:
+    write(folder, {})
+    nodes = "\n".join(f"NNODES=2 NODE_RANK={rank} FORCE_TORCHRUN=1 llamafactory-cli train train.yaml" for rank in range(2))
+    assert take(nodes).tree == take("llamafactory-cli train train.yaml\nllamafactory-cli export e.yaml").tree
+
+
+def test_a_registry_of_the_hub_is_read_from_its_copy(folder: Path) -> None:
+    (folder / "data").rename(folder / "copy")
+    settings = ImportSettings(devices=8, variables={"DATASET_DIR": "copy"})
+    run = import_command(PROJECTS["llama-factory"], write(folder, {"dataset_dir": "REMOTE:a/b"}), settings)
+    assert "--input own " in run.summarize()
+    assert "--dataset-dir copy" in run.summarize()
+
+
 def test_num_samples_are_said(folder: Path) -> None:
     assert "num_samples" in take(write(folder, {"dataset": "drawn"})).translated["dataset"]
 

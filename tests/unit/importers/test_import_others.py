@@ -323,6 +323,18 @@ def test_a_variable_that_switches_training_is_refused_wherever_the_script_sets_i
     with pytest.raises(ConfigError, match="rounded to int4"):
         import_command(PROJECTS["slime"], front + command, settings)
     assert import_command(PROJECTS["slime"], f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG=0 {command}", settings).plans is not None
+    given = """ --train-env-vars '{"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}'"""
+    with pytest.raises(ConfigError, match="rounded to int4"):
+        import_command(PROJECTS["slime"], command + given, settings)
+    assert import_command(PROJECTS["slime"], command + given.replace('"1"', '"0"'), settings).plans is not None
+    for wrong, sentence in (("[1]", "must hold names and values"), ("'{x'", "is not JSON")):
+        with pytest.raises(ConfigError, match=sentence):
+            import_command(PROJECTS["slime"], f"{command} --train-env-vars {wrong}", settings)
+
+
+def test_tools_of_rows_are_in_the_prompts_of_slime() -> None:
+    run = take("slime", SLIME + "--num-rollout 1 --tool-key functions --input-key messages")
+    assert run.tree["megatron_training"]["map_keys"] == {"prompt": "messages", "tools": "functions"}
 
 
 @pytest.mark.parametrize(

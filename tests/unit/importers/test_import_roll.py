@@ -284,10 +284,10 @@ ROLE = """
 """
 
 
-def import_rows(text: str, accepted: frozenset[str] = frozenset(), program: str = "") -> Import:
+def import_rows(text: str, accepted: frozenset[str] = frozenset(), program: str = "", rows: int = 320) -> Import:
     Path("own/rows.yaml").write_text(text)
     command = f"python examples/{program}.py --config_path own --config_name rows" if program else "own/rows.yaml"
-    return import_command(PROJECTS["roll"], command, ImportSettings(accepted=accepted, rows=320))
+    return import_command(PROJECTS["roll"], command, ImportSettings(accepted=accepted, rows=rows))
 
 
 def test_sft_reads_rows_in_their_order(folder: Path) -> None:
@@ -335,6 +335,21 @@ def test_a_program_reads_the_files_of_its_pipeline(folder: Path) -> None:
         import_rows("x: 1", program="start_agentic_pipeline")
     with pytest.raises(ConfigError, match="start_dpo_pipeline reads no file with the roles of rows.yaml, which is one of sft"):
         import_rows(f"pretrain: m\nsft_train:{ROLE}", program="start_dpo_pipeline")
+
+
+@pytest.mark.parametrize("rows", [336, 351, 352])
+def test_the_rate_decays_over_the_rows_of_all_epochs_together(rows: int, folder: Path) -> None:
+    text = f"pretrain: Qwen/Qwen2.5-7B\nsequence_length: 2048\nprompt_key: question\nsft_train:{ROLE}"
+    run = import_rows(text, program="start_sft_pipeline", rows=rows)
+    assert run.plans is not None
+    # a loader of 32 rows that drops the incomplete batch, twice; the scheduler of 2 * rows / (2 * 4) steps / 4 replicas
+    taken, steps = 2 * len(range(0, rows - 31, 32)), 2 * rows // (2 * 4) // 4
+    last = 1e-6 * (steps - (taken - 1)) / steps  # transformers' linear schedule at the last step
+    for plan in run.plans:
+        assert (plan.total_steps, plan.lr_last) == (taken, pytest.approx(last))
+    # an epoch here has all rows, so the run has the number of steps
+    expected = (taken, None) if rows % 32 else (None, 2)
+    assert (run.get("megatron_training.train_iters"), run.get("megatron_training.train_epochs")) == expected
 
 
 DISTILLED = """

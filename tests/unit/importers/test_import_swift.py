@@ -28,6 +28,13 @@ def imported(changes: str = "", base: str = GRPO, **settings) -> Import:
     return import_command(PROJECT, f"{base} {changes}", ImportSettings(rewards=REWARDS, **settings))
 
 
+def test_an_empty_word_after_an_option_is_its_value() -> None:
+    assert imported('--system "" --seed 3').tree["megatron_training"].get("system_prompt") is None
+    assert imported('--seed 3 ""').get("megatron_training.seed") == 3
+    with pytest.raises(ConfigError, match="the chat template of this model writes its own"):
+        imported('--system ""', GRPO.replace("models/base", "Qwen/Qwen2.5-7B-Instruct"))
+
+
 def test_a_rollout_in_int8_is_quantized_from_the_trained_weights_and_other_formats_are_refused_by_name() -> None:
     assert imported("--vllm_quantization int8", accepted={"importance_sampling"}).get("generate_config.quantization") == "int8"
     assert "a rollout engine in fp8; int8 is available" in refusal("--vllm_quantization fp8")

@@ -93,6 +93,12 @@ def test_values_of_the_user_take_the_place_of_those_that_only_a_run_knows(tmp_pa
     assert run.tree == take(tmp_path, GRPO).tree
 
 
+def test_callbacks_that_show_are_left_out_and_the_first_argument_is_the_folder(tmp_path: Path) -> None:
+    shown = GRPO.replace("    trainer.train()", "    if GROUP:\n        c = LogCompletionsCallback(trainer)\n        "
+                         "trainer.add_callback(c)\n    trainer.train()").replace("output_dir=", "")  # fmt: skip
+    assert take(tmp_path, shown).tree == take(tmp_path, GRPO).tree
+
+
 def test_adapters_of_peft_have_its_own_defaults(tmp_path: Path) -> None:
     training = take(tmp_path, SFT).tree["megatron_training"]
     # LoraConfig: r 8, lora_alpha 8, no dropout, q_proj and v_proj of these models; trl's command line has 16, 32 and 0.05
@@ -111,6 +117,10 @@ def test_adapters_of_peft_have_its_own_defaults(tmp_path: Path) -> None:
          "config.temperature is set in a branch or a loop; write --set temperature=VALUE"),
         ('MODEL = "Qwen/Qwen3-4B"', 'MODEL = "a"\nif os.name:\n    MODEL = "b"', "model is MODEL, which a branch, a loop or"),
         ("    trainer.train()", "    trainer.args.beta = 0.5\n    trainer.train()", "trainer.args.beta is set by code"),
+        ("train_dataset=dataset)", "train_dataset=dataset, callbacks=[EarlyStoppingCallback(3)])",
+         "the callback EarlyStoppingCallback may end the training or change weights"),
+        ("    trainer.train()", "    trainer.add_callback(Mine())\n    trainer.train()", "the callback Mine may end"),
+        ('GRPOConfig(\n        output_dir=', 'GRPOConfig(\n        "x", True, run_name=', "write the arguments of GRPOConfig"),
         ("    trainer.train()", "    setattr(config, 'beta', 0.5)\n    trainer.train()", "is set by code"),
         ("beta=0.04", "beta=0.04, **extra()", r"\*\* extra\(\) cannot be read"),
         ("train_dataset=dataset)", "train_dataset=dataset, rollout_func=f)", "rollout_func of the trainer is code"),

@@ -203,3 +203,47 @@ def test_a_sourced_file_that_is_not_here_is_never_skipped(tmp_path: Path) -> Non
 def test_endless_numbers_and_formats_are_texts(text: str) -> None:
     (command,) = [item for item in read_script(f"{text}\n{COMMAND}", {}) if "swift" in item.words]
     assert command.words[command.words.index("swift") :] == tuple(COMMAND.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sed -i 's/m/n/' given.yaml",
+        "echo 'learning_rate: 7e-5' >> given.yaml",
+        "yq -i '.learning_rate = 3e-5' ./given.yaml",
+        "cp other.yaml given.yaml",
+        "envsubst < template.yaml > given.yaml",
+        "cat > given.yaml <<EOF\nlearning_rate: 7e-5\nEOF",
+        "python - <<EOF\nimport yaml\nyaml.safe_dump({}, open('given.yaml', 'w'))\nEOF",
+    ],
+)
+def test_a_file_of_options_that_the_script_changes_is_never_read_as_it_was(line: str, tmp_path: Path) -> None:
+    (tmp_path / "given.yaml").write_text("model_name_or_path: m\n")
+    settings = ImportSettings(devices=8, folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"changes given.yaml before the command reads it"):
+        import_command(PROJECTS["trl"], f"{line}\ntrl sft --config given.yaml --dataset_name d", settings)
+
+
+def test_a_file_of_options_that_the_script_writes_as_it_is_here_is_read(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\nlearning_rate: 3.0e-05\n"
+    (tmp_path / "given.yaml").write_text(text)
+    script = f"cat > given.yaml <<EOF\n{text}EOF\ntrl sft --config given.yaml --dataset_name d > given.log"
+    settings = ImportSettings(devices=8, folder=tmp_path, accepted=frozenset(["trained_tokens"]))
+    assert import_command(PROJECTS["trl"], script, settings).tree["actor_config"]["lr"] == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("project", "command"),
+    [
+        ("trl", "trl sft --dataset_name d --model_name_or_path "),
+        ("roll", "python examples/start_sft_pipeline.py --config_path own --config_name "),
+        ("areal", "python mine.py --config own.yaml name="),
+        ("easyr1", "python3 -m verl.trainer.main worker.actor.model.model_path="),
+        ("swift", "swift sft --dataset d.jsonl --model "),
+    ],
+)
+def test_a_script_with_two_trainings_is_imported_for_neither(project: str, command: str, tmp_path: Path) -> None:
+    settings = ImportSettings(devices=8, folder=tmp_path)
+    for script in (f"{command}a\n{command}b", f"[ -f more ] && {command}a"):
+        with pytest.raises(ConfigError, match="several trainings, or one that may not run"):
+            import_command(PROJECTS[project], script, settings)
