@@ -18,6 +18,7 @@ from mindspeed_rl.checkpoint.model_source import (
     check_reward_start,
     find_model,
 )
+from mindspeed_rl.checkpoint.other_engine import check_source
 from mindspeed_rl.config import ConfigError, GenerateConfig, MegatronConfig, RunConfig
 from mindspeed_rl.config.model_metadata import find_adapter_base
 from mindspeed_rl.config.run import Derivation
@@ -98,6 +99,7 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             changes[name] = role
             continue
         try:
+            check_source(role, source)
             architecture, model_config, _ = read_model(source.hf_folder, role.engine)
             written = shared | cfg.set_keys.get(name, frozenset())
             role = fill_model_keys(role, model_config, Path(source.hf_folder, "config.json"), written)

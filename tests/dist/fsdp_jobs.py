@@ -105,8 +105,34 @@ def resume(setting: Setting, folder: str, more: int) -> dict[str, Any]:
         return summary(results, weights) | {"loaded": loaded}
 
 
-def load_megatron(setting: Setting, folder: str) -> str:
-    """Returns what a load of the checkpoint by Megatron's engine raises."""
+def pass_on(setting: Setting, folder: str, out: str) -> dict[str, Any]:
+    """Takes a checkpoint and saves it again, without a step between them."""
+    with engine_of(setting) as (engine, built):
+        loaded = load_checkpoint(engine, folder, files=built.files)
+        CheckpointSaver(engine, out, built.files).save(loaded["iteration"], loaded["run_state"])
+        return loaded
+
+
+def pass_on_megatron(setting: Setting, folder: str, out: str) -> dict[str, Any]:
+    """The same on Megatron's engine."""
+    with jobs.engine_of(setting) as engine:
+        loaded = load_checkpoint(engine, folder)
+        CheckpointSaver(engine, out).save(loaded["iteration"], loaded["run_state"])
+        return loaded
+
+
+def refuse(setting: Setting, folder: str) -> str:
+    """Returns what a load raises."""
+    with engine_of(setting) as (engine, built):
+        try:
+            load_checkpoint(engine, folder, files=built.files)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+def refuse_megatron(setting: Setting, folder: str) -> str:
+    """Returns what a load by Megatron's engine raises."""
     with jobs.engine_of(setting) as engine:
         try:
             load_checkpoint(engine, folder)

@@ -181,7 +181,7 @@ class _ParallelKeys:
     engine: EngineName = key("megatron",
         "what computes the role: megatron, or fsdp: transformers' own modules, a shard of all weights on each device",
         "由什么计算该角色：megatron；或 fsdp，即 transformers 自己的模块，每个设备存全部权重的一个分片",
-        elsewhere="strategy", on_resume="fixed")
+        elsewhere="strategy", on_resume="exact")
     fsdp_size: int | None = key(None,
         "devices that divide each weight between them; groups of so many have copies (hybrid sharding); all devices when unset",
         "共同切分每个权重的设备数；各组这么多设备之间互为副本（混合分片）；不设时为全部设备", range=Range.PROCESSES,

@@ -20,10 +20,11 @@ from mindspeed_rl.checkpoint.dist import METADATA_FILE, DistReader, read_metadat
 from mindspeed_rl.checkpoint.megatron_source import SHARDED_SCORE_HEAD
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.engine.fsdp.optimizer import init_moments, list_moments
+from mindspeed_rl.engine.saved_states import AVERAGE, WEIGHTS, SavedState
 
 #: prefix of the names of weights; optimizer states have the name of the moment there
-_WEIGHTS = "weights."
-_AVERAGE = "average."
+_WEIGHTS = f"{WEIGHTS}."
+_AVERAGE = f"{AVERAGE}."
 
 
 class DcpFiles:
@@ -86,6 +87,26 @@ class DcpFiles:
         dcp.load(state, storage_reader=DistReader(path), planner=DefaultLoadPlanner())
         if self._engine.average is not None and with_average:
             self._engine.average.load({name.removeprefix(_AVERAGE): rows.to_local() for name, rows in average.items()})
+
+    def adopt(self, saved: SavedState, record: Mapping[str, Any], *, with_optimizer: bool, with_average: bool) -> None:
+        """Take the state of a checkpoint that another engine wrote.
+
+        Raises:
+            ValueError: it lacks a tensor.
+        """
+        engine = self._engine
+        engine.load(saved.open_weights())
+        if with_optimizer:
+            assert engine.optimizer is not None
+            engine.start_restored(record)
+            states: dict[str, dict[str, Tensor]] = {}
+            for name, parameter in engine.model.list_trained().items():
+                for moment in list_moments(engine.optimizer, parameter):
+                    states.setdefault(moment, {})[name] = engine.optimizer.state[parameter][moment].to_local()
+            for moment, rows in states.items():
+                engine.model.load_states(saved.open(moment), rows)
+        if engine.average is not None and with_average:
+            engine.model.load_states(saved.open(AVERAGE), engine.average.values)
 
     def _list_average(self) -> dict[str, DTensor]:
         """Return a copy of the moving average by the names that it has in the files; nothing without one."""
