@@ -25,6 +25,7 @@ from mindspeed_rl.diagnostics import engine_parity
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
+from mindspeed_rl.engine.fsdp.optimizer import list_states
 from mindspeed_rl.engine.interface import Engine
 from mindspeed_rl.engine.lora import adapters_disabled, list_adapters, save_peft
 from mindspeed_rl.engine.lora_layers import AdaptedModule, LoraSettings
@@ -94,6 +95,28 @@ def save(setting: Setting, folder: str, steps: int, more: int) -> dict[str, Any]
         CheckpointSaver(engine, folder, built.files).save(steps, {"reached": steps})
         results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(more)]
         return summary(results, {name: tensor.clone() for name, tensor in built.build_stream().named_tensors()})
+
+
+def read_states(setting: Setting, steps: int) -> dict[str, Any]:
+    """The gradients of each step, and after the last one the moments of the optimizer and their format, in a world of one."""
+    gradients: list[dict[str, Any]] = []
+    with engine_of(setting) as (engine, built):
+        engine.on_gradients.append(
+            lambda: gradients.append({name: value.numpy() for name, value in built.read_gradients().items()})
+        )
+        results = [engine.train_step(my_rows(all_rows()), setting.batching, weighted_loss) for _ in range(steps)]
+        assert engine.optimizer is not None
+        states = list_states(engine.optimizer)
+        named = {name: states[parameter] for name, parameter in engine.model.list_trained().items()}
+        moments = {
+            f"{moment} {name}": (str(value.dtype), value.to_local().float().numpy().copy())
+            for name, values in named.items()
+            for moment, value in values.items()
+        }
+        resident = engine.offloader.resident_bytes()["optimizer"]
+        norms = [result.grad_norm for result in results]
+        weights = {name: tensor.numpy().copy() for name, tensor in built.build_stream().named_tensors()}
+        return {"gradients": gradients, "moments": moments, "resident": resident, "norms": norms, "weights": weights}
 
 
 def resume(setting: Setting, folder: str, more: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_rl.checkpoint.dist import METADATA_FILE, DistReader, read_metadata
 from mindspeed_rl.checkpoint.megatron_source import SHARDED_SCORE_HEAD
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
-from mindspeed_rl.engine.fsdp.optimizer import init_moments, list_moments
+from mindspeed_rl.engine.fsdp.optimizer import init_moments, list_states
 from mindspeed_rl.engine.saved_states import AVERAGE, WEIGHTS, SavedState
 
 #: prefix of the names of weights; optimizer states have the name of the moment there
@@ -99,12 +99,12 @@ class DcpFiles:
         if with_optimizer:
             assert engine.optimizer is not None
             engine.start_restored(record)
-            states: dict[str, dict[str, Tensor]] = {}
+            states, rows = list_states(engine.optimizer), dict[str, dict[str, Tensor]]()
             for name, parameter in engine.model.list_trained().items():
-                for moment in list_moments(engine.optimizer, parameter):
-                    states.setdefault(moment, {})[name] = engine.optimizer.state[parameter][moment].to_local()
-            for moment, rows in states.items():
-                engine.model.load_states(saved.open(moment), rows)
+                for moment, value in states[parameter].items():
+                    rows.setdefault(moment, {})[name] = value.to_local()
+            for moment, values in rows.items():
+                engine.model.load_states(saved.open(moment), values)
         if engine.average is not None and with_average:
             engine.model.load_states(saved.open(AVERAGE), engine.average.values)
 
@@ -135,7 +135,7 @@ class DcpFiles:
             assert engine.optimizer is not None
             # a save before the first step has moments too
             init_moments(engine.optimizer, engine.optimizer_steps)
+            states = list_states(engine.optimizer)
             for name, parameter in trained.items():
-                moments = list_moments(engine.optimizer, parameter)
-                state |= {f"{moment}.{name}": engine.optimizer.state[parameter][moment] for moment in moments}
+                state |= {f"{moment}.{name}": value for moment, value in states[parameter].items()}
         return state

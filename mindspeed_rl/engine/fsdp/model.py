@@ -356,7 +356,7 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     Raises:
         ValueError: transformers has no such model, or it has another form than the engine computes.
     """
-    hf_config = read_hf_config(hf_folder, "engine: fsdp")
+    hf_config = read_hf_config(hf_folder, "engine: fsdp", trusts_code=config.trust_remote_code)
     compute = torch.bfloat16 if config.bf16 else torch.float32
     settings, adaptation = LoraSettings.from_config(config), None
     with torch.device("meta"):
