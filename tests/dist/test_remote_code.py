@@ -10,6 +10,7 @@ import fsdp_jobs
 import numpy as np
 import pytest
 import remote_code_model
+import rollout_jobs
 import stage_jobs
 import tiny_hf
 import torch
@@ -102,3 +103,17 @@ def test_supervised_training_saves_a_folder_that_loads_with_its_code(
     start = dict(model.named_parameters())
     assert all(not torch.equal(start[name], value) for name, value in trained.named_parameters())
     assert json.loads((latest / "config.json").read_text())["auto_map"]["AutoConfig"] == "own_code.OwnConfig"
+
+
+@pytest.mark.slow
+def test_the_code_generates_with_the_trained_weights_and_the_trainer_s_log_probs(folder: Path) -> None:
+    group = Ranks(1, "rollout")
+    try:
+        (report,) = group.run(
+            rollout_jobs.learn, setting=Setting(str(folder), _TRUSTED), infer_tp=1, kind="transformers", timeout_s=300
+        )
+    finally:
+        group.close()
+    assert len(report["proven"]) == 3 and min(report["proven"]) > 10
+    assert max(report["differences"]) < 1e-4
+    assert report["grad_norm"][0] > 0 and report["tokens"][0] != report["tokens"][2]
