@@ -59,6 +59,8 @@ _LINEAR = ("linear_", "in_proj", "out_proj")
 _LORA = (".lora_A.default.weight", ".lora_B.default.weight")
 
 _OPTIMIZER = ("optimizer.", "chained_")
+#: prefix of the names of the optimizer's states in training checkpoints, before the state and the parameter
+OPTIMIZER_STATE = "optimizer.state."
 
 _METADATA_CLASSES = {
     "Metadata",
@@ -368,6 +370,16 @@ class DistFolder:
         layout = Layout(num_layers=model_config.num_layers, num_experts=model_config.num_moe_experts or 0)
         return OpenCheckpoint(architecture, model_config, layout, groups, adapters, extra)
 
+    def open_states(self, architecture: Architecture, model_config: ModelConfig, prefix: str) -> list[DistGroup]:
+        """Match tensors that have the names of weights after a prefix with the table; weights without one are left out.
+
+        Args:
+            prefix: a state of the optimizer, such as "optimizer.state.exp_avg."
+        """
+        ops = [op for op in architecture.weight_ops(model_config) if not op.copy_of_tied]
+        found = (self._stored(model_config, op, set(), prefix=prefix) for op in ops)
+        return [group for group in found if group is not None]
+
     def adapters(self, architecture: Architecture, model_config: ModelConfig) -> Adapters:
         """Read the LoRA weights of a checkpoint that need not hold the base weights.
 
@@ -398,16 +410,23 @@ class DistFolder:
     def _group(self, model_config: ModelConfig, op: WeightOp, used: set[str]) -> DistGroup:
         stored = self._stored(model_config, op, used)
         if stored is None:
+            name = list_places(model_config, op)[0][0]
             raise ValueError(
-                f"{self.folder} lacks {_places(model_config, op)[0][0]!r}, which a {model_config.architecture} checkpoint with "
-                f"num_hidden_layers {model_config.num_layers} has"
+                f"{self.folder} lacks {name!r}, which a {model_config.architecture} checkpoint with num_hidden_layers "
+                f"{model_config.num_layers} has"
             )
         return stored
 
-    def _stored(self, model_config: ModelConfig, op: WeightOp, used: set[str], kind: str = "") -> DistGroup | None:
-        """Find the stored parameter, or the part of its adapter that `kind` names; None if there is none."""
-        for name, index, sizes in _places(model_config, op):
-            name = f"{name.removesuffix('.weight')}{kind}" if kind else name
+    def _stored(
+        self, model_config: ModelConfig, op: WeightOp, used: set[str], kind: str = "", prefix: str = ""
+    ) -> DistGroup | None:
+        """Find the stored parameter, or the part of its adapter that `kind` names; None if there is none.
+
+        Args:
+            prefix: of the name; a state of the optimizer has the parameter's name after one.
+        """
+        for name, index, sizes in list_places(model_config, op):
+            name = prefix + (f"{name.removesuffix('.weight')}{kind}" if kind else name)
             entry = self.metadata.state_dict_metadata.get(name)
             if not isinstance(entry, dcp.TensorStorageMetadata):
                 continue
@@ -431,8 +450,12 @@ class DistFolder:
         return None
 
 
-def _places(model_config: ModelConfig, op: WeightOp) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """List the possible keys of a parameter in a ``torch_dist`` checkpoint: one for all layers, one a layer, unfused norms."""
+def list_places(model_config: ModelConfig, op: WeightOp) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """List the possible keys of a parameter in a ``torch_dist`` checkpoint: one for all layers, one a layer, unfused norms.
+
+    Returns:
+        Key, index along the leading axes (layer, expert), and sizes of these axes.
+    """
     name, index, sizes = get_distributed_name(model_config, op)
     places = [(name, index, sizes)]
     expert = index[-1:] if op.experts else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,17 +22,24 @@ SCORE_HEAD = "rm_head.weight"
 SHARDED_SCORE_HEAD = "weights.score.weight"
 
 
-class _MegatronTensors:
+class GroupedTensors:
     """A TensorSource over stored parameters; the last one read stays in memory, as its tensors are asked for together."""
 
-    def __init__(self, groups: list[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], state: str = "weights") -> None:
+        """Take parameters.
+
+        Args:
+            groups: the parameters.
+            state: what the tensors are, for messages.
+        """
         self._groups = {name: group for group in groups for name in group.hf}
+        self._state = state
         self._last: dict[str, Tensor] = {}
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._last:
             if name not in self._groups:
-                raise ValueError(f"the checkpoint has no weights for {name}.")
+                raise ValueError(f"the checkpoint has no {self._state} for {name}.")
             self._last = self._groups[name].load()
         return self._last[name]
 
@@ -51,7 +59,7 @@ def open_megatron(
     *,
     loosely: bool = False,
     verified: bool = False,
-) -> _MegatronTensors:
+) -> GroupedTensors:
     """Open the weights of a checkpoint that Megatron, MindSpeed or `mindspeed-rl convert` wrote, per rank or `torch_dist`.
 
     Args:
@@ -63,7 +71,7 @@ def open_megatron(
         ValueError: the checkpoint is incomplete, damaged, or of another model.
     """
     opened = open_layout(path, iteration, verified=verified).open(architecture, model_config, loosely)
-    return _MegatronTensors(list(opened.groups))
+    return GroupedTensors(opened.groups)
 
 
 def open_layout(path: Path, iteration: int | None, *, verified: bool) -> MegatronFolder | DistFolder:

@@ -180,7 +180,7 @@ def check_weights(config: MegatronConfig, source: ModelSource, *, is_scored: boo
     """
     if source.kind != "hf":
         return []
-    architecture, model_config, _ = read_model(source.weights, config.engine)
+    architecture, model_config, _ = read_model(source.weights, config.engine, trusts_code=config.trust_remote_code)
     model_config = replace(model_config, head="reward" if is_scored else "lm")
     left = check_hf_tensors(source.weights, architecture, model_config, loosely=config.load_checkpoint_loosely)
     return [f"{source.weights}: {sentence}" for sentence in left]

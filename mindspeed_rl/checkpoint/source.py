@@ -176,13 +176,14 @@ def _model_config(architecture: Architecture, config: Mapping[str, Any], options
     return model_config
 
 
-def open_hf(path: Path, options: ModelOptions, *, by_module: bool = False) -> Source:
+def open_hf(path: Path, options: ModelOptions, *, by_module: bool = False, trusts_code: bool = False) -> Source:
     """Open an HF folder.
 
     Args:
         path: the folder.
         options: what the user states about the model.
         by_module: transformers' module will compute it, so that families outside the table of architectures are opened too.
+        trusts_code: Python code of the folder may be run for that.
 
     Raises:
         ValueError: the folder is incomplete, of an unknown architecture, contradicts the options, or holds tensors that
@@ -192,7 +193,7 @@ def open_hf(path: Path, options: ModelOptions, *, by_module: bool = False) -> So
     block = read_quantization_block(folder.config)
     config = _changed_config(folder.config, options)
     if by_module and not has_layers(config):
-        architecture, shape = read_module_family(path, config)
+        architecture, shape = read_module_family(path, config, trusts_code=trusts_code)
     else:
         architecture = architecture_for(config)
         shape = _model_config(architecture, config, options)

@@ -41,13 +41,13 @@ from mindspeed_rl.checkpoint.mcore import TRACKER_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
 from mindspeed_rl.checkpoint.newest import (
     BEST_ITERATION,
-    EXPORTS,
     IN_FLIGHT,
     IN_FLIGHT_STAGING,
     iterations,
     list_old,
     newest_checkpoint,
 )
+from mindspeed_rl.checkpoint.other_engine import check_engine, read_engine
 from mindspeed_rl.checkpoint.torch_file import load_with_records
 from mindspeed_rl.engine.disks import (
     RANDOM,
@@ -66,7 +66,9 @@ from mindspeed_rl.engine.interface import Engine, StateFiles
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import reload_main_weights
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
+from mindspeed_rl.engine.saved_states import AVERAGE, SavedState, ShardedFiller, list_files, open_saved_state
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weights import Float32Weights
 from mindspeed_rl.files import read_json
 
 _log = logging.getLogger(__name__)
@@ -535,16 +537,25 @@ def load_checkpoint(
         if missing is not None:
             missing.fetch(list_needed() | ({random} if restores_random else set()))
 
-    with _explaining_failures(f"load: {path} does not fit this run"):
-        files.restore(
-            path,
-            record,
-            subset,
-            with_optimizer=with_optimizer,
-            with_average=with_average,
-            fresh_head=fresh_head,
-            fetch=fetch,
-        )
+    if read_engine(record) == files.name:
+        with _explaining_failures(f"load: {path} does not fit this run"):
+            files.restore(
+                path,
+                record,
+                subset,
+                with_optimizer=with_optimizer,
+                with_average=with_average,
+                fresh_head=fresh_head,
+                fetch=fetch,
+            )
+    else:
+        fetch(lambda: list_files(path))
+        has_head, saved_by = engine.plan.model_config.head == "reward" and not fresh_head, read_engine(record)
+        try:
+            saved = open_saved_state(saved_by, path, engine.plan, has_score_head=has_head)
+            files.adopt(saved, record, with_optimizer=with_optimizer, with_average=with_average)
+        except ValueError as error:
+            raise ValueError(f"load: {path} does not fit this run (engine: {saved_by} saved it): {error}") from error
     if engine.average is not None and not with_average:
         engine.average.reset()
     random_restored = restores_random and (path / random).is_file()
@@ -569,18 +580,14 @@ def _open_checkpoint(folder: Path, path: Path, disks: Disks | None) -> tuple[dic
 
 def _check_record(engine: Engine, files: StateFiles, record: Mapping[str, Any], path: Path, *, with_optimizer: bool) -> None:
     """Raise ValueError where a checkpoint lacks a state that is restored, or has it in another form."""
-    saved_by = record.get("engine", MegatronFiles.name)
-    if saved_by != files.name:
-        raise ValueError(
-            f"load: {path} was saved by engine: {saved_by}, and this role has engine: {files.name}; keep the engine, or set "
-            f"load to the weights in {path.parent / EXPORTS}/latest, which a run with save_hf: true writes."
-        )
+    check_engine(engine.config, record, path.parent)
     if with_optimizer and record["scheduler"] is None:
         raise ValueError(f"load: {path} was saved without its optimizer; set no_load_optim or finetune.")
     if with_optimizer and record["bf16"] != engine.config.bf16:
         saved = str(record["bf16"]).lower()
         raise ValueError(f"load: {path} was saved with bf16: {saved}; keep that, or set no_load_optim or finetune.")
-    files.check(record, path)
+    if read_engine(record) == files.name:
+        files.check(record, path)
 
 
 def _fits_generators(engine: Engine, files: StateFiles, record: Mapping[str, Any]) -> bool:
@@ -612,6 +619,25 @@ class MegatronFiles:
         noop_layers = list(self._engine.plan.layout.noop_layers)
         if noop_layers != record["noop_layers"]:  # Megatron names the layers of such a model one by one, empty ones included
             raise ValueError(f"load: {path} was saved with noop_layers {record['noop_layers']}, this run has {noop_layers}.")
+
+    def adopt(self, saved: SavedState, record: Mapping[str, Any], *, with_optimizer: bool, with_average: bool) -> None:
+        """Take the state of a checkpoint that another engine wrote.
+
+        Raises:
+            ValueError: it lacks a tensor.
+        """
+        engine = self._engine
+        engine.load(saved.open_weights())
+        if isinstance(engine.stored_weights, Float32Weights):
+            engine.stored_weights = Float32Weights(engine.model)
+        filler = ShardedFiller(saved, engine.plan)
+        sharded = engine.state("all", with_optimizer=with_optimizer, is_loading=True, with_average=with_average)
+        if with_average:
+            engine.load_average(filler.fill({name: part for name, part in sharded.items() if name.startswith(AVERAGE)}))
+        if with_optimizer:
+            engine.load_optimizer({"optimizer": filler.fill(sharded["optimizer"])}, record)
+        elif engine.optimizer is not None:
+            reload_main_weights(engine.optimizer)
 
     def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
         """Return Megatron's request."""

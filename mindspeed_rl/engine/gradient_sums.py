@@ -45,13 +45,23 @@ def add_rounded(total: Tensor, gradient: Tensor, generator: torch.Generator) -> 
     sums, parts = total.view(-1), gradient.reshape(-1)
     for start in range(0, sums.numel(), _SLICE):
         target = sums[start : start + _SLICE]
-        exact = target.float() + parts[start : start + _SLICE]
-        # a number's bits grow with its size: what is carried rounds it away from zero
-        bits = exact.view(torch.int32)
-        bits += torch.empty_like(bits).random_(0, 1 << _DROPPED_BITS, generator=generator)
-        bits &= -(1 << _DROPPED_BITS)
-        # the bits of infinity have no place for noise, so it stays what it is
-        target.copy_(exact)
+        copy_rounded(target, target.float() + parts[start : start + _SLICE], generator)
+
+
+def copy_rounded(target: Tensor, exact: Tensor, generator: torch.Generator) -> None:
+    """Round float32 numbers to bfloat16, up or down, so that their mean over the generator's numbers is exact.
+
+    Args:
+        target: takes the result.
+        exact: contiguous, and changed.
+        generator: generator of the chance.
+    """
+    # a number's bits grow with its size: what is carried rounds it away from zero
+    bits = exact.view(torch.int32)
+    bits += torch.empty_like(bits).random_(0, 1 << _DROPPED_BITS, generator=generator)
+    bits &= -(1 << _DROPPED_BITS)
+    # the bits of infinity have no place for noise, so it stays what it is
+    target.copy_(exact)
 
 
 class GradientSums:

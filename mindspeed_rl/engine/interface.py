@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -27,6 +27,9 @@ from mindspeed_rl.engine.weight_average import WeightAverage
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.observability.metrics import Metrics, merge
+
+if TYPE_CHECKING:
+    from mindspeed_rl.engine.saved_states import SavedState
 
 #: input of a loss: `LossInputs`, or a batch type made of them
 _Batch = TypeVar("_Batch")
@@ -235,6 +238,20 @@ class StateFiles(Protocol):
 
         Raises:
             ValueError: it cannot.
+        """
+        ...
+
+    def adopt(self, saved: SavedState, record: Mapping[str, Any], *, with_optimizer: bool, with_average: bool) -> None:
+        """Take the state of a checkpoint that another engine wrote.
+
+        Args:
+            saved: the state by HF names.
+            record: its record.
+            with_optimizer: also optimizer and schedule.
+            with_average: also the moving average, which the checkpoint has.
+
+        Raises:
+            ValueError: it lacks a tensor.
         """
         ...
 

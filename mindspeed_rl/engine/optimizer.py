@@ -27,6 +27,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.dist import OPTIMIZER_STATE
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.gradient_sums import showing, windows
 from mindspeed_rl.engine.muon import use_muon
@@ -40,7 +41,6 @@ _FORMAT = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
-_STATE = "optimizer.state."
 
 #: by index of a parameter on this rank: its state's tensors, or their sharded form in Megatron's checkpoints
 _States = dict[int, dict[str, object]]
@@ -318,8 +318,8 @@ def _shard_part(part: MegatronOptimizer, weights: ShardedStateDict, *, is_loadin
             for index, tensors in (sharded["param_state"] or {}).items():
                 states[index] = {name: tensors[name] for name in ("exp_avg", "exp_avg_sq")}
                 if part.config.bf16:  # an fp32 model's main weights are its weights
-                    key = tensors["param"].key.removeprefix(f"{_STATE}param.")
-                    states[index]["fp32_param"] = replace(tensors["param"], key=f"{_STATE}fp32_param.{key}")
+                    key = tensors["param"].key.removeprefix(f"{OPTIMIZER_STATE}param.")
+                    states[index]["fp32_param"] = replace(tensors["param"], key=f"{OPTIMIZER_STATE}fp32_param.{key}")
             return states
         if isinstance(part, Float16OptimizerWithFloat16Params):
             mains = itertools.chain.from_iterable(sharded["fp32_from_fp16_params"])

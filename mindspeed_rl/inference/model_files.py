@@ -37,6 +37,7 @@ class ModelSettings:
         lora_target_modules: checked against the adapter, Megatron's names.
         loosely: tensors that the model does not have are skipped.
         by_module: transformers' module computes the model, of any family that it has.
+        trusts_code: Python code of the folder may be run for that.
     """
 
     load: Path
@@ -48,6 +49,7 @@ class ModelSettings:
     lora_target_modules: tuple[str, ...] = ()
     loosely: bool = False
     by_module: bool = False
+    trusts_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles
     if _is_hf(path):
         if settings.iteration is not None:
             raise ValueError(f"--load-iteration {settings.iteration}: {path} is a Hugging Face folder, which has no iterations")
-        source = open_hf(path, options, by_module=settings.by_module)
+        source = open_hf(path, options, by_module=settings.by_module, trusts_code=settings.trusts_code)
     else:
         source = open_megatron(path, options, verified=verified)
     source, transform = _with_adapter(source, settings)

@@ -103,6 +103,7 @@ class SessionOptions:
             lora_target_modules=tuple(self.lora_target_modules),
             loosely=self.load_checkpoint_loosely,
             by_module=self.engine == "transformers",
+            trusts_code=self.trust_remote_code,
         )
 
 

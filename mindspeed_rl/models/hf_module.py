@@ -18,6 +18,8 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from mindspeed_rl.files import read_json
 
@@ -29,24 +31,50 @@ _AS_FLOATS = "_as_floats"
 _ROLLOUT = "generate_config.engine: transformers"
 
 
-def read_hf_config(hf_folder: Path, key: str) -> PretrainedConfig:
+def read_hf_config(hf_folder: Path, key: str, *, trusts_code: bool = False) -> PretrainedConfig:
     """Return the config of a folder's model.
 
     Args:
         hf_folder: has config.json.
         key: setting for whose sake transformers computes the model, for the error.
+        trusts_code: Python code of the folder may be run, where the installed transformers has no class for the model.
 
     Raises:
-        ValueError: the installed transformers has no such model of its own; code of the folder is not run.
+        ValueError: there is no class for the model, or only in code that may not be run.
     """
     try:
         return AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
     except ValueError as error:
-        model_type = read_json(hf_folder / "config.json").get("model_type")
-        raise ValueError(
-            f"{hf_folder / 'config.json'}: transformers {transformers.__version__} has no model of type {model_type}, which "
-            f"{key} computes with; set another engine, or install a release that has it."
-        ) from error
+        content, installed = read_json(hf_folder / "config.json"), f"transformers {transformers.__version__}"
+        mapped = content.get("auto_map")
+        lacks = f"{hf_folder / 'config.json'}: {installed} has no model of type {content.get('model_type')}"
+        if not isinstance(mapped, dict) or not mapped:
+            raise ValueError(
+                f"{lacks}, which {key} computes with; set another engine, or install a release that has it."
+            ) from error
+        if not trusts_code:
+            raise ValueError(
+                f"{lacks}; its code comes with the folder, and {key} runs that only with trust_remote_code: true, for a model "
+                "whose authors you trust."
+            ) from error
+        if missing := [name for name in ("AutoConfig", "AutoModelForCausalLM") if name not in mapped]:
+            raise ValueError(f"{lacks}, and auto_map names no class for {missing[0]}.") from error
+        return _read_foreign_config(hf_folder, lacks)
+
+
+def _read_foreign_config(hf_folder: Path, lacks: str) -> PretrainedConfig:
+    """Return the config of a model whose classes are in its folder, which runs its code.
+
+    Raises:
+        ValueError: the code cannot be run.
+    """
+    try:
+        config = AutoConfig.from_pretrained(hf_folder, trust_remote_code=True)
+        # so that an error in the code of the model is found here, and not later in each worker
+        get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], hf_folder)
+        return config
+    except Exception as error:  # any code may raise anything
+        raise ValueError(f"{lacks}, and the code in the folder fails: {type(error).__name__}: {error}") from error
 
 
 def drop_dropout(hf_config: PretrainedConfig) -> None:
@@ -105,7 +133,9 @@ def build_module(hf_config: PretrainedConfig, **settings: str) -> PreTrainedMode
         settings: keyword arguments of `from_config`, such as `attn_implementation`.
     """
     drop_dropout(hf_config)
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **settings)
+    # only a config that was read with trust is of a class from its folder
+    trusts_code = type(hf_config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, trust_remote_code=trusts_code, **settings)
     if (correct := _CORRECTIONS.get(hf_config.model_type)) is not None:
         correct(model)
     return model
@@ -290,7 +320,15 @@ class LoadableModule(nn.Module):
         config: its config.
     """
 
-    def __init__(self, hf_folder: Path, dtype: torch.dtype, device: torch.device, *, float32_head: bool = False) -> None:
+    def __init__(
+        self,
+        hf_folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        float32_head: bool = False,
+        trusts_code: bool = False,
+    ) -> None:
         """Build the module with undefined weights.
 
         Args:
@@ -298,12 +336,13 @@ class LoadableModule(nn.Module):
             dtype: format of the weights.
             device: device of the weights.
             float32_head: logits are computed in float32.
+            trusts_code: see `read_hf_config`.
 
         Raises:
             ValueError: transformers has no such model.
         """
         super().__init__()
-        hf_config = read_hf_config(hf_folder, _ROLLOUT)
+        hf_config = read_hf_config(hf_folder, _ROLLOUT, trusts_code=trusts_code)
         with torch.device("meta"):
             self.model = build_module(hf_config, experts_implementation="eager")
         cast_parameters(self.model, dtype)
@@ -341,13 +380,18 @@ class LoadableModule(nn.Module):
                     table.copy_(floats.round())
 
 
-def list_untaken(hf_folder: Path, names: Iterable[str]) -> list[str]:
+def list_untaken(hf_folder: Path, names: Iterable[str], *, trusts_code: bool) -> list[str]:
     """Return the names of a checkpoint's tensors that no parameter of the folder's module takes.
+
+    Args:
+        hf_folder: has config.json.
+        names: names of the tensors.
+        trusts_code: see `read_hf_config`.
 
     Raises:
         ValueError: transformers has no such model.
     """
     with torch.device("meta"):
-        model = build_module(read_hf_config(hf_folder, _ROLLOUT))
+        model = build_module(read_hf_config(hf_folder, _ROLLOUT, trusts_code=trusts_code))
     known = CheckpointNames(model, buffers=True)
     return [name for name in names if known.find(name) is None]

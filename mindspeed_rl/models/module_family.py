@@ -113,10 +113,17 @@ def _list_stored(hf_folder: Path) -> list[str]:
     return names
 
 
-def read_module_family(hf_folder: Path, hf_config: HfConfig) -> tuple[ModuleArchitecture, ModelConfig]:
+def read_module_family(
+    hf_folder: Path, hf_config: HfConfig, *, trusts_code: bool = False
+) -> tuple[ModuleArchitecture, ModelConfig]:
     """Return the family and the shape of a folder's model as transformers' module has them.
 
     Tensors have the names that they have in the folder, and where it has no weights those that transformers gives them.
+
+    Args:
+        hf_folder: folder of the model.
+        hf_config: its config.json.
+        trusts_code: Python code of the folder may be run, where the installed transformers has no class for the model.
 
     Raises:
         ValueError: the installed transformers has no class for it, or the class has a form that the engine does not train.
@@ -127,7 +134,7 @@ def read_module_family(hf_folder: Path, hf_config: HfConfig) -> tuple[ModuleArch
     # imports transformers' models, which a plan of a known family does without
     from mindspeed_rl.models.hf_module import CheckpointNames, TensorPlace, build_module, find_place, list_kept, read_hf_config
 
-    config = read_hf_config(hf_folder, _ENGINE)
+    config = read_hf_config(hf_folder, _ENGINE, trusts_code=trusts_code)
     with torch.device("meta"):
         model = build_module(config)
     parameters, state = dict(model.named_parameters()), model.state_dict()

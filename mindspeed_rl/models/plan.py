@@ -108,7 +108,7 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["
         ValueError: config.json is missing, a model key of the run file contradicts it, the layout does not fit, or the
             installed megatron-core lacks what the keys require.
     """
-    architecture, model_config, hf_config = read_model(hf_folder, config.engine)
+    architecture, model_config, hf_config = read_model(hf_folder, config.engine, trusts_code=config.trust_remote_code)
     if isinstance(architecture, ModuleArchitecture):
         architecture.check(config)
     _check_experts(config, model_config)
@@ -263,15 +263,18 @@ def _check_indexers(layout: Layout, model_config: ModelConfig) -> None:
 
 
 #: engine -> function that reads a model outside the table of architectures, which this engine trains
-_OTHER_FAMILIES: dict[str, Callable[[Path, HfConfig], tuple[Architecture, ModelConfig]]] = {"fsdp": read_module_family}
+_OTHER_FAMILIES: dict[str, Callable[..., tuple[Architecture, ModelConfig]]] = {"fsdp": read_module_family}
 
 
-def read_model(hf_folder: str | Path, engine: str = "megatron") -> tuple[Architecture, ModelConfig, HfConfig]:
+def read_model(
+    hf_folder: str | Path, engine: str = "megatron", *, trusts_code: bool = False
+) -> tuple[Architecture, ModelConfig, HfConfig]:
     """Read a Hugging Face folder's model: its architecture, its shape, and the config.json.
 
     Args:
         hf_folder: has config.json.
         engine: training engine of the role that has the model.
+        trusts_code: Python code of the folder may be run, where only that has the classes of the model.
 
     Raises:
         ValueError: config.json is missing, or it is of a model or of weights that are not supported.
@@ -290,7 +293,7 @@ def read_model(hf_folder: str | Path, engine: str = "megatron") -> tuple[Archite
         except ValueError:
             if engine not in _OTHER_FAMILIES:
                 raise
-        return *_OTHER_FAMILIES[engine](Path(hf_folder), hf_config), hf_config
+        return *_OTHER_FAMILIES[engine](Path(hf_folder), hf_config, trusts_code=trusts_code), hf_config
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -51,7 +51,7 @@ _ROUNDING_SAVERS: tuple[dict[str, object], ...] = (
 #: training engine -> both
 _ENGINE_SAVERS: dict[EngineName, tuple[tuple[dict[str, object], ...], tuple[dict[str, object], ...]]] = {
     "megatron": (_SAVERS, _ROUNDING_SAVERS),
-    "fsdp": (({"actor_config.swap_optimizer": True},), ()),
+    "fsdp": (({"actor_config.swap_optimizer": True}, *_SAVERS[1:]), ()),
 }
 _STREAMED: dict[str, object] = {"actor_config.stream_ref_weights": True}
 #: parts of the training state that may stay on the device while the engine generates, the most first

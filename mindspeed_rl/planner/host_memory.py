@@ -218,12 +218,16 @@ def _count_checkpoint(model: Model) -> int:
     config, elements = model.config, count_all_elements(model.plan, model.config)
     adapters = elements.dense_adapters + elements.expert_adapters
     only_adapters = bool(config.lora_target_modules) and config.lora_ckpt_filter
-    weights = adapters * model.itemsize + (0 if only_adapters else _count_weights(model))
+    exported = adapters * model.itemsize + (0 if only_adapters else _count_weights(model))
+    # its weights that train are the float32 ones, which the other engine saves with the optimizer
+    is_wide = model.holding.has_float32_weights and model.trains and config.bf16
     trained = adapters if config.lora_target_modules else elements.dense + elements.expert
-    bytes_each = (12 if config.bf16 else 8) if model.trains and not config.no_save_optim else 0
+    moments = 4 if config.optimizer_state_dtype == "bfloat16" else 8
+    has_copy = config.bf16 and not model.holding.has_float32_weights
+    bytes_each = moments + (4 if has_copy else 0) if model.trains and not config.no_save_optim else 0
+    weights = exported + (2 * trained if is_wide else 0)
     muon = 4 * elements.matrices if config.optimizer == "muon" and bytes_each else 0
-    exported = weights if config.save_hf else 0
-    return weights + trained * bytes_each - muon + exported
+    return weights + trained * bytes_each - muon + (exported if config.save_hf else 0)
 
 
 def _count_file(model: Model) -> int:

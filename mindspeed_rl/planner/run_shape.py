@@ -178,7 +178,8 @@ class Model:
             return 0
         # with reuse_fp32_param the bf16 weights, which are counted already, are half of the float32 ones
         has_copy = self.config.bf16 and not self.holding.has_float32_weights
-        bytes_each = (8 if stepped else 0) + (0 if not has_copy else 2 if self.config.reuse_fp32_param else 4)
+        moments = 4 if self.config.optimizer_state_dtype == "bfloat16" else 8
+        bytes_each = (moments if stepped else 0) + (0 if not has_copy else 2 if self.config.reuse_fp32_param else 4)
         dense, expert = self._count_trained(elements)
         if self.holding.is_sharded:
             dense, expert = -(-dense // self._shards), -(-expert // self._shards)

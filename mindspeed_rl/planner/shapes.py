@@ -60,7 +60,7 @@ def plan_role(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
     names = (config.load, config.pretrained_checkpoint, config.tokenizer_name_or_path)
     folder = find_model_folder(*(find_adapter_base(name, config.base_model) or name for name in names))
     if folder is not None:
-        architecture, model_config, hf_config = read_model(folder, config.engine)
+        architecture, model_config, hf_config = read_model(folder, config.engine, trusts_code=config.trust_remote_code)
         check_model_keys(config, model_config, folder / "config.json")
     else:
         architecture, model_config = infer_model_config(config)

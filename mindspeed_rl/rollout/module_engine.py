@@ -88,7 +88,13 @@ class ModuleEngine:
         self._max_len, self._max_rows = config.max_model_len, config.max_num_seqs
         self._device = platform.current().current_device()
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-        self._model = LoadableModule(Path(hf_folder), dtype, self._device, float32_head=bool(config.fp32_lm_head))
+        self._model = LoadableModule(
+            Path(hf_folder),
+            dtype,
+            self._device,
+            float32_head=bool(config.fp32_lm_head),
+            trusts_code=config.trust_remote_code,
+        )
         self._responses: dict[str, _Response] = {}  # in the order in which they came
 
     # ------------------------------------------------------------------ responses

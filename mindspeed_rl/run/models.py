@@ -18,6 +18,7 @@ from mindspeed_rl.checkpoint.model_source import (
     check_reward_start,
     find_model,
 )
+from mindspeed_rl.checkpoint.other_engine import check_source
 from mindspeed_rl.config import ConfigError, GenerateConfig, MegatronConfig, RunConfig
 from mindspeed_rl.config.model_metadata import find_adapter_base
 from mindspeed_rl.config.run import Derivation
@@ -98,7 +99,8 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             changes[name] = role
             continue
         try:
-            architecture, model_config, _ = read_model(source.hf_folder, role.engine)
+            check_source(role, source)
+            architecture, model_config, _ = read_model(source.hf_folder, role.engine, trusts_code=role.trust_remote_code)
             written = shared | cfg.set_keys.get(name, frozenset())
             role = fill_model_keys(role, model_config, Path(source.hf_folder, "config.json"), written)
             if name == "actor_config" and cfg.rl_config is not None and cfg.rl_config.exact_log_probs:
@@ -147,7 +149,7 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
     """Raise ValueError for a policy that the rollout engine does not compute on this device kind, or not in this format."""
     plan = model.plan
     if generate.engine == "transformers":
-        _check_module(plan, model.source.hf_folder)
+        _check_module(plan, model.source.hf_folder, trusts_code=generate.trust_remote_code)
         return
     slow = "generate_config.engine: transformers generates with it, slowly"
     kinds = _list_kinds(plan.model_config)
@@ -178,12 +180,12 @@ def _list_kinds(model_config: ModelConfig) -> list[str]:
     return [kind for kind, has in kinds.items() if has]
 
 
-def _check_module(plan: ModelPlan, hf_folder: Path) -> None:
+def _check_module(plan: ModelPlan, hf_folder: Path, *, trusts_code: bool) -> None:
     """Raise ValueError where transformers' module of a model cannot take the weights of the trainer."""
     from mindspeed_rl.models.hf_module import list_untaken  # imports transformers
 
     names = [name for op in plan.architecture.weight_ops(plan.model_config) if not op.copy_of_tied for name in op.hf]
-    if untaken := list_untaken(hf_folder, names):
+    if untaken := list_untaken(hf_folder, names, trusts_code=trusts_code):
         raise ValueError(
             f"generate_config.engine: transformers' module of {plan.architecture.name} has no parameter for {untaken[0]}, "
             "which is trained; set it to vllm"

@@ -43,6 +43,7 @@ from mindspeed_rl.engine.checkpoint import (
 from mindspeed_rl.engine.disks import gather_objects
 from mindspeed_rl.engine.interface import Adapters
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
+from mindspeed_rl.engine.saved_states import FreshHead
 from mindspeed_rl.engine.streamed_weights import StreamedWeights
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weight_average import WeightAverage
@@ -80,24 +81,6 @@ def build_micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], s
         "ref": (rl.ref_max_packing_token_size, rl.ref_dynamic_max_batch_size),
     }
     return MicroBatching(size, *budgets[use])
-
-
-@dataclass(frozen=True)
-class _WithFreshHead:
-    """Tensors of a language model and a score head of zeros: every value is 0 before the first update, under any layout."""
-
-    source: TensorSource
-    hidden_size: int
-    name: str = "score.weight"
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return (1, self.hidden_size) if name == self.name else self.source.shape(name)
-
-    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        if name != self.name:
-            return self.source.read(name, dim, start, stop)
-        zeros = torch.zeros(1, self.hidden_size)
-        return zeros if stop is None else zeros.narrow(dim, start, stop - start)
 
 
 class Role:
@@ -232,7 +215,7 @@ class Role:
             adapter = open_peft(source.adapter, plan.architecture.weight_ops(plan.model_config))
         if adapter is not None and self.adapters is None:
             tensors = MergedSource(tensors, adapter)
-        self.engine.load(_WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
+        self.engine.load(FreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
         if adapter is not None and self.adapters is not None:
             self.adapters.load(adapter)
         if self._moves_slowly:

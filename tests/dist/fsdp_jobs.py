@@ -25,6 +25,7 @@ from mindspeed_rl.diagnostics import engine_parity
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
+from mindspeed_rl.engine.fsdp.optimizer import list_states
 from mindspeed_rl.engine.interface import Engine
 from mindspeed_rl.engine.lora import adapters_disabled, list_adapters, save_peft
 from mindspeed_rl.engine.lora_layers import AdaptedModule, LoraSettings
@@ -96,6 +97,28 @@ def save(setting: Setting, folder: str, steps: int, more: int) -> dict[str, Any]
         return summary(results, {name: tensor.clone() for name, tensor in built.build_stream().named_tensors()})
 
 
+def read_states(setting: Setting, steps: int) -> dict[str, Any]:
+    """The gradients of each step, and after the last one the moments of the optimizer and their format, in a world of one."""
+    gradients: list[dict[str, Any]] = []
+    with engine_of(setting) as (engine, built):
+        engine.on_gradients.append(
+            lambda: gradients.append({name: value.numpy() for name, value in built.read_gradients().items()})
+        )
+        results = [engine.train_step(my_rows(all_rows()), setting.batching, weighted_loss) for _ in range(steps)]
+        assert engine.optimizer is not None
+        states = list_states(engine.optimizer)
+        named = {name: states[parameter] for name, parameter in engine.model.list_trained().items()}
+        moments = {
+            f"{moment} {name}": (str(value.dtype), value.to_local().float().numpy().copy())
+            for name, values in named.items()
+            for moment, value in values.items()
+        }
+        resident = engine.offloader.resident_bytes()["optimizer"]
+        norms = [result.grad_norm for result in results]
+        weights = {name: tensor.numpy().copy() for name, tensor in built.build_stream().named_tensors()}
+        return {"gradients": gradients, "moments": moments, "resident": resident, "norms": norms, "weights": weights}
+
+
 def resume(setting: Setting, folder: str, more: int) -> dict[str, Any]:
     """Trains on from a checkpoint."""
     with engine_of(setting) as (engine, built):
@@ -105,8 +128,34 @@ def resume(setting: Setting, folder: str, more: int) -> dict[str, Any]:
         return summary(results, weights) | {"loaded": loaded}
 
 
-def load_megatron(setting: Setting, folder: str) -> str:
-    """Returns what a load of the checkpoint by Megatron's engine raises."""
+def pass_on(setting: Setting, folder: str, out: str) -> dict[str, Any]:
+    """Takes a checkpoint and saves it again, without a step between them."""
+    with engine_of(setting) as (engine, built):
+        loaded = load_checkpoint(engine, folder, files=built.files)
+        CheckpointSaver(engine, out, built.files).save(loaded["iteration"], loaded["run_state"])
+        return loaded
+
+
+def pass_on_megatron(setting: Setting, folder: str, out: str) -> dict[str, Any]:
+    """The same on Megatron's engine."""
+    with jobs.engine_of(setting) as engine:
+        loaded = load_checkpoint(engine, folder)
+        CheckpointSaver(engine, out).save(loaded["iteration"], loaded["run_state"])
+        return loaded
+
+
+def refuse(setting: Setting, folder: str) -> str:
+    """Returns what a load raises."""
+    with engine_of(setting) as (engine, built):
+        try:
+            load_checkpoint(engine, folder, files=built.files)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+def refuse_megatron(setting: Setting, folder: str) -> str:
+    """Returns what a load by Megatron's engine raises."""
     with jobs.engine_of(setting) as engine:
         try:
             load_checkpoint(engine, folder)

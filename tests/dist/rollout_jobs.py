@@ -133,10 +133,18 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
 
 
 def _rollout_of(
-    folder: str, infer_tp: int, sharing: int | None, routed: bool, drafts: bool, dtype: str, kind: str = "vllm"
+    folder: str,
+    infer_tp: int,
+    sharing: int | None,
+    routed: bool,
+    drafts: bool,
+    dtype: str,
+    kind: str = "vllm",
+    trusts_code: bool = False,
 ) -> Any:
     if kind == "transformers":
-        config = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=16, max_model_len=64, dtype=dtype)
+        sizes = {"infer_tensor_parallel_size": 1, "max_num_seqs": 16, "max_model_len": 64}
+        config = GenerateConfig(**sizes, dtype=dtype, trust_remote_code=trusts_code)
         return ModuleEngine(folder, config, Sampling(TEMPERATURE, 8, (1,)), world_size=dist.get_world_size())
     key = f"{folder} drafts" if drafts else folder
     if key not in _engines:
@@ -204,7 +212,7 @@ def pair_of(
         stream = built.build_stream()
         stream.trained = replace(stream.trained, bucket_bytes=1 << 16)
         dtype = "bfloat16" if config.bf16 else "float32"
-        rollout = _rollout_of(setting.folder, infer_tp, sharing, routed, drafts, dtype, kind)
+        rollout = _rollout_of(setting.folder, infer_tp, sharing, routed, drafts, dtype, kind, config.trust_remote_code)
         yield Pair(engine, stream, rollout, infer_tp, dtype=getattr(torch, dtype))
         dist.barrier()
     finally:

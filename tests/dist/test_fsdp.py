@@ -87,7 +87,7 @@ def test_training_does_not_depend_on_micro_batches_ranks_or_recomputation(
         assert _relative(first["weights"][name], weight) < 2e-5, name
 
 
-def test_a_run_resumes_exactly_also_on_other_ranks_but_not_on_the_other_engine(
+def test_a_run_resumes_exactly_also_on_other_ranks(
     ranks: Callable[[int], Ranks], folders: Callable[[str], str], tmp_path: Path
 ) -> None:
     setting = Setting(folders("qwen3"))
@@ -102,8 +102,6 @@ def test_a_run_resumes_exactly_also_on_other_ranks_but_not_on_the_other_engine(
     assert other["lr"] == expected["lr"] and not other["loaded"]["random_restored"]
     for name, weight in expected["weights"].items():
         assert _relative(other["weights"][name], weight) < 2e-6, name
-    (message,) = ranks(1).run(fsdp_jobs.load_megatron, setting=setting, folder=folder)
-    assert "saved by engine: fsdp" in message and "hf/latest" in message
 
 
 def test_parity_finds_nothing_in_sound_engines_and_the_tensor_of_a_fault(

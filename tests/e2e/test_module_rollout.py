@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from grpo_command import ONE_PROCESS, finished
-from tiny_task import make_other_task
+import remote_code_model
+from grpo_command import ONE_PROCESS, finished, running
+from tiny_task import _write, make_other_task
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -44,3 +45,20 @@ def test_a_tiny_model_that_only_transformers_computes_learns(tmp_path: Path, nam
     assert "a response at a time: slow" in command.output
     # what was trained is the model that transformers loads
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "save" / "hf" / "latest")
+
+
+def test_a_model_whose_code_comes_with_its_folder_learns_with_trust_and_only_then(tmp_path: Path) -> None:
+    task, code = tmp_path / "task", remote_code_model.write_code(tmp_path / "code")
+    task.mkdir()
+    _write(task, lambda: remote_code_model.build(code))
+    remote_code_model.write_code(task / "model")
+    length = ["megatron_training.train_iters=12", "megatron_training.save_interval=12"]
+    engine = ["megatron_training.engine=fsdp", "rl_config.use_prefix_grouper=false"]
+    with running(task, tmp_path / "refused", *ONE_PROCESS, *length, *engine) as command:
+        assert command.wait(400.0) != 0 and "trust_remote_code" in command.output
+    trust = ["+megatron_training.trust_remote_code=true", "+generate_config.trust_remote_code=true"]
+    command = finished(task, tmp_path / "run", *ONE_PROCESS, *length, *engine, *trust)
+    scores = [record["grpo/score/mean"] for record in command.metrics]
+    assert sum(scores[-4:]) / 4 > sum(scores[:2]) / 2
+    assert max(record["rollout/log_probs_diff_max"] for record in command.metrics) < 1e-4
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "save" / "hf" / "latest", trust_remote_code=True)

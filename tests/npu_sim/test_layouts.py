@@ -78,6 +78,9 @@ LAYOUTS: dict[str, Case] = {
         {"engine": "fsdp", **_BIASED},
         FSDP,
     ),
+    "FSDP2, half of the optimizer's states on the host": Case(
+        "qwen3_moe", 2, {"optimizer_offload_fraction": 0.5}, {"engine": "fsdp", "moe_aux_loss_coeff": 0.0}, FSDP
+    ),
     "experts, rows on one rank or on two, which exchange heads": Case(
         "qwen3_moe",
         2,

@@ -183,7 +183,7 @@ class _ParallelKeys:
     engine: EngineName = key("megatron",
         "what computes the role: megatron, or fsdp: transformers' own modules, a shard of all weights on each device",
         "由什么计算该角色：megatron；或 fsdp，即 transformers 自己的模块，每个设备存全部权重的一个分片",
-        elsewhere="strategy", on_resume="fixed")
+        elsewhere="strategy", on_resume="exact")
     fsdp_size: int | None = key(None,
         "devices that divide each weight between them; groups of so many have copies (hybrid sharding); all devices when unset",
         "共同切分每个权重的设备数；各组这么多设备之间互为副本（混合分片）；不设时为全部设备", range=Range.PROCESSES,
@@ -338,6 +338,11 @@ class _CheckpointKeys:
     base_model: str | None = key(None,
         "base model where load (pretrained_checkpoint, ref_model) is a PEFT adapter; unset: the one that the adapter names",
         "load（pretrained_checkpoint、ref_model）为 PEFT 适配器时的基座模型；不设则用适配器自己写明的", on_resume="reference")
+    trust_remote_code: bool = key(False,
+        "run Python code that comes with the model folder, where transformers has no class for it; engine: fsdp; leave off for "
+        "models you do not trust",
+        "transformers 没有对应的类时，运行模型文件夹自带的 Python 代码；需要 engine: fsdp；不信任的模型不要打开",
+        on_resume="exact")
     load_checkpoint_loosely: bool = key(False,
         "weights missing in the checkpoint keep their initial values, unknown ones are skipped",
         "检查点中缺少的权重保持新建时的值，多出的权重略过", on_resume="exact")
@@ -375,6 +380,9 @@ class _MemoryKeys:
         "folder on a local disk whose file has these states; unset: host memory",
         "本地磁盘上的文件夹，这些状态放在其中的文件里；不设则放在主机内存", needs=("optimizer_offload_fraction", "set"),
         on_resume="exact")
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = key("float32",
+        "format of AdamW's moments; bfloat16: half the bytes, rounded by chance after an update in float32; engine: fsdp",
+        "AdamW 动量的格式；bfloat16：字节数减半，更新用 float32 计算，之后随机舍入；需要 engine: fsdp", on_resume="exact")
     stream_ref_weights: bool = key(False,
         "keep the reference's weights in host memory and bring them to the device layer by layer in each of its passes; slower",
         "参考模型的权重放在主机内存，每次前向时逐层搬到设备上；速度较慢", on_resume="exact")

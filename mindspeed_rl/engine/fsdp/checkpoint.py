@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from mindspeed_rl.checkpoint.dist import METADATA_FILE, DistReader, read_metadata
 from mindspeed_rl.checkpoint.megatron_source import SHARDED_SCORE_HEAD
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
-from mindspeed_rl.engine.fsdp.optimizer import init_moments, list_moments
+from mindspeed_rl.engine.fsdp.optimizer import init_moments, list_states
+from mindspeed_rl.engine.saved_states import AVERAGE, WEIGHTS, SavedState
 
 #: prefix of the names of weights; optimizer states have the name of the moment there
-_WEIGHTS = "weights."
-_AVERAGE = "average."
+_WEIGHTS = f"{WEIGHTS}."
+_AVERAGE = f"{AVERAGE}."
 
 
 class DcpFiles:
@@ -87,6 +88,26 @@ class DcpFiles:
         if self._engine.average is not None and with_average:
             self._engine.average.load({name.removeprefix(_AVERAGE): rows.to_local() for name, rows in average.items()})
 
+    def adopt(self, saved: SavedState, record: Mapping[str, Any], *, with_optimizer: bool, with_average: bool) -> None:
+        """Take the state of a checkpoint that another engine wrote.
+
+        Raises:
+            ValueError: it lacks a tensor.
+        """
+        engine = self._engine
+        engine.load(saved.open_weights())
+        if with_optimizer:
+            assert engine.optimizer is not None
+            engine.start_restored(record)
+            states, rows = list_states(engine.optimizer), dict[str, dict[str, Tensor]]()
+            for name, parameter in engine.model.list_trained().items():
+                for moment, value in states[parameter].items():
+                    rows.setdefault(moment, {})[name] = value.to_local()
+            for moment, values in rows.items():
+                engine.model.load_states(saved.open(moment), values)
+        if engine.average is not None and with_average:
+            engine.model.load_states(saved.open(AVERAGE), engine.average.values)
+
     def _list_average(self) -> dict[str, DTensor]:
         """Return a copy of the moving average by the names that it has in the files; nothing without one."""
         average = {} if self._engine.average is None else self._engine.average.values
@@ -114,7 +135,7 @@ class DcpFiles:
             assert engine.optimizer is not None
             # a save before the first step has moments too
             init_moments(engine.optimizer, engine.optimizer_steps)
+            states = list_states(engine.optimizer)
             for name, parameter in trained.items():
-                moments = list_moments(engine.optimizer, parameter)
-                state |= {f"{moment}.{name}": engine.optimizer.state[parameter][moment] for moment in moments}
+                state |= {f"{moment}.{name}": value for moment, value in states[parameter].items()}
         return state

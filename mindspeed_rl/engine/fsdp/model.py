@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
@@ -253,12 +253,16 @@ class ShardedModel:
         """Return a full parameter; collective."""
         return gather_rows(self.names[parameter])
 
-    def read_rows(self, name: str) -> tuple[Tensor, int]:
-        """Return this rank's rows of an HF tensor, which are the parameter's memory, and the index of the first."""
+    def read_rows(self, name: str, state: Tensor | None = None) -> tuple[Tensor, int]:
+        """Return this rank's rows of an HF tensor, which are the parameter's memory, and the index of the first.
+
+        Args:
+            state: this rank's rows of a state of its parameter, in place of those of the parameter.
+        """
         place = self.places[name]
         if place.parameter in self.buffers:
             return self.buffers[place.parameter], 0
-        local = self.read_shard(place.parameter)
+        local = self.read_shard(place.parameter) if state is None else state
         start = first_row(self.names[place.parameter].shape[0], self.shards, dist.get_rank() % self.shards)
         if place.index is None:
             return local, start
@@ -303,6 +307,22 @@ class ShardedModel:
                 rows.copy_(source.read(name, 0, start, start + len(rows)))
 
     @torch.no_grad()
+    def load_states(self, source: TensorSource, states: Mapping[str, Tensor]) -> None:
+        """Fill this rank's rows of a state of parameters from the same state of HF tensors.
+
+        Args:
+            source: the state of HF tensors.
+            states: this rank's rows, by parameter.
+
+        Raises:
+            ValueError: a tensor is missing.
+        """
+        for name in (name for name, place in self.places.items() if place.parameter in states):
+            rows, start = self.read_rows(name, states[self.places[name].parameter])
+            if len(rows):
+                rows.copy_(source.read(name, 0, start, start + len(rows)))
+
+    @torch.no_grad()
     def check_head(self) -> None:
         """Check on a few tokens that the class computes logits as the engine does; collective.
 
@@ -336,7 +356,7 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     Raises:
         ValueError: transformers has no such model, or it has another form than the engine computes.
     """
-    hf_config = read_hf_config(hf_folder, "engine: fsdp")
+    hf_config = read_hf_config(hf_folder, "engine: fsdp", trusts_code=config.trust_remote_code)
     compute = torch.bfloat16 if config.bf16 else torch.float32
     settings, adaptation = LoraSettings.from_config(config), None
     with torch.device("meta"):
@@ -424,6 +444,18 @@ def _list_values(module: PolicyModule | ValueModule) -> tuple[dict[str, nn.Param
     state = module.state_dict()
     parameters = {name.removeprefix(_INNER): parameter for name, parameter in module.named_parameters()}
     return parameters, {name.removeprefix(_INNER): buffer for name, buffer in module.named_buffers() if name in state}
+
+
+def find_places(plan: ModelPlan) -> dict[str, TensorPlace]:
+    """Return the place of each HF tensor in the parameters of a model without adapters, which is not built.
+
+    Raises:
+        ValueError: transformers has no such model, or its weights are not those of the family's table.
+    """
+    keys: dict[str, Any] = dict(plan.hf_config)
+    with torch.device("meta"):
+        model = _build_module(AutoConfig.for_model(**keys), packs=False, sees_images=plan.model_config.vision is not None)
+        return _find_places(_HEADS[plan.model_config.head](model, plan, None, False), plan)
 
 
 def _find_places(module: PolicyModule | ValueModule, plan: ModelPlan) -> dict[str, TensorPlace]:

@@ -14,19 +14,18 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.fsdp.images import TOWER
 from mindspeed_rl.engine.fsdp.model import ShardedModel
 from mindspeed_rl.engine.fsdp.muon import MOMENTUM, ShardedMuon
+from mindspeed_rl.engine.fsdp.states import MOMENTS, LeanAdamW
 from mindspeed_rl.models.vision import get_tower_part
 
 #: Megatron's; added to the norm by which clipped gradients are divided
 _CLIP_EPS = 1e-6
-#: moments of AdamW, by their names in torch
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(config: MegatronConfig, model: ShardedModel) -> torch.optim.AdamW:
     """Build AdamW, or Muon for matrices; biases and vectors have no weight decay, as in Megatron.
 
     Raises:
-        ValueError: no learning rate is set.
+        ValueError: no learning rate is set, or a folder cannot hold the optimizer's states.
     """
     if config.lr is None:
         raise ValueError("lr: no learning rate is set; a role that trains needs one.")
@@ -49,6 +48,8 @@ def build_optimizer(config: MegatronConfig, model: ShardedModel) -> torch.optim.
     }
     if config.optimizer == "muon":
         return ShardedMuon(members, model, config, **settings)
+    if config.optimizer_offload_fraction or config.optimizer_state_dtype != "float32":
+        return LeanAdamW(members, model, config, **settings)
     return torch.optim.AdamW(members, **settings)
 
 
@@ -58,22 +59,35 @@ def _scale_schedule(config: MegatronConfig, rate: float | None) -> dict[str, flo
     return {} if rate is None else {"max_lr": rate, "min_lr": config.min_lr * rate / config.lr}
 
 
-def list_moments(optimizer: torch.optim.AdamW, parameter: Tensor) -> tuple[str, ...]:
+def _list_moments(optimizer: torch.optim.AdamW, parameter: Tensor) -> tuple[str, ...]:
     """Return the names of the states of a parameter that are tensors of its shape."""
     is_matrix = isinstance(optimizer, ShardedMuon) and optimizer.is_matrix(parameter)
-    return (MOMENTUM,) if is_matrix else _MOMENTS
+    return (MOMENTUM,) if is_matrix else MOMENTS
 
 
 @torch.no_grad()
 def init_moments(optimizer: torch.optim.AdamW, num_steps: int) -> None:
     """Give each parameter its moments where it has none, and set the steps on which Adam's bias correction depends."""
+    if isinstance(optimizer, LeanAdamW):
+        optimizer.init_moments(num_steps)
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            for name in list_moments(optimizer, parameter):
+            for name in _list_moments(optimizer, parameter):
                 if name not in state:
                     state[name] = torch.zeros_like(parameter)
             state["step"] = torch.tensor(float(num_steps), device=parameter.device)
+
+
+def list_states(optimizer: torch.optim.AdamW) -> dict[Tensor, dict[str, DTensor]]:
+    """Return the states of each parameter that have its shape, once there are some; their memory is the optimizer's."""
+    if isinstance(optimizer, LeanAdamW):
+        return optimizer.list_states()
+    return {
+        parameter: {name: state[name] for name in _list_moments(optimizer, parameter)}
+        for parameter, state in optimizer.state.items()
+    }
 
 
 def list_gradients(model: ShardedModel) -> list[Tensor]:

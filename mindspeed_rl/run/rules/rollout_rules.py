@@ -496,7 +496,6 @@ _MODULE_LIMITS: dict[str, tuple[object, str]] = {
     "lora_push": ("merged", "it has no adapters; merged works"),
     "enable_prefix_caching": (False, "it reads the prompt of a group once, and keeps nothing after a response"),
     "eplb_token_collects": (False, "it does not report the experts of its tokens"),
-    "trust_remote_code": (False, "it runs classes of the installed transformers only"),
     **dict.fromkeys(("engine_kwargs", "compilation_config", "additional_config"), (None, "it is not vLLM")),
     "sampling_config.stop": ([], "it sees no text; stop_token_ids works"),
     "sampling_config.structured_output": (None, "it sees no text"),

@@ -93,7 +93,6 @@ _FSDP = _EngineLimits(
         **_same("recompute_activation_function swap_attention", (False,), "it has the layers of transformers as they are"),
         **_same("reuse_fp32_param", (False,), "its weights are the fp32 ones, and no bf16 copy of them is kept"),
         **_same("grad_reduce_in_fp32", (True,), "it reduces the gradients of fp32 weights in fp32"),
-        **_same("optimizer_offload_fraction", (0.0,), "its optimizer is on the device or, with swap_optimizer, in host memory"),
         **_same("stream_ref_weights", (False,), "a reference has a part of every weight on each device"),
         **_same("async_save", (False,), "it writes checkpoints before training continues"),
         **_same("check_weight_copies_interval", (0,), "it does not compare the copies of a weight"),
@@ -116,7 +115,6 @@ _FSDP = _EngineLimits(
         **dict.fromkeys(
             "dynamic_context_parallel min_dynamic_context_parallel_size".split(), "all rows are divided over the same devices"
         ),
-        "optimizer_offload_path": "it has no file of optimizer states",
         "swap_optimizer_times": "a swapped optimizer comes to the device in one part",
         "hccl_group_buffer": "its one group has rl_config.hccl_buffersize",
         "gemm_gradient_accumulation_fusion": "it is a kernel of Megatron's layers",
@@ -135,8 +133,14 @@ _FSDP = _EngineLimits(
     by_module=True,
     commands=("diff", "npu-cost"),
 )
+_MEGATRON = _EngineLimits(
+    role_keys={
+        **_same("optimizer_state_dtype", ("float32",), "its moments in bfloat16 would need Transformer Engine's optimizer"),
+        **_same("trust_remote_code", (False,), "its layers are Megatron's, and code of a model folder is not read"),
+    }
+)
 #: value of the key `engine` -> its limits
-_LIMITS: dict[str, _EngineLimits] = {"megatron": _EngineLimits(), "fsdp": _FSDP}
+_LIMITS: dict[str, _EngineLimits] = {"megatron": _MEGATRON, "fsdp": _FSDP}
 
 
 def training_engine_rules(run: Run) -> Iterator[Broken]:
@@ -148,6 +152,7 @@ def training_engine_rules(run: Run) -> Iterator[Broken]:
         yield from _check_keys(role.engine, f"{group}.", _LIMITS[role.engine].role_keys, role)
         if computes_by_module(role):
             yield from _check_devices(run, group, role)
+            yield from _check_states(group, role)
         targets = role.lora_target_modules or []
         if computes_by_module(role) and adapts_experts(targets) and cfg.with_shape(group).num_experts:
             key = f"{group}.lora_target_modules"
@@ -178,6 +183,18 @@ def _check_devices(run: Run, group: str, role: MegatronConfig) -> Iterator[Broke
         key = f"{group}.context_parallel_algo"
         text = f"[{key}] cannot be used with engine: {role.engine}: its attention exchanges tokens for heads, and has no ring"
         yield violate("training_engine", text, {key: "ulysses_cp_algo"})
+
+
+def _check_states(group: str, role: MegatronConfig) -> Iterator[Broken]:
+    """Check where the states of the optimizer are, and their format."""
+    fraction, dtype = f"{group}.optimizer_offload_fraction", f"{group}.optimizer_state_dtype"
+    for key, default in ((fraction, 0.0), (dtype, "float32")):
+        if role.optimizer == "muon" and getattr(role, key.partition(".")[2]) != default:
+            text = f"[{key}] cannot be used with [{group}.optimizer] and engine: {role.engine}: it keeps momentum on the device"
+            yield violate("training_engine", f"{text}, in float32", {key: default}, {f"{group}.optimizer": "adam"})
+    if role.optimizer_offload_fraction and role.optimizer_state_dtype != "float32":
+        text = f"[{dtype}] excludes [{fraction}]: states off the device are in float32"
+        yield violate("training_engine", text, {dtype: "float32"}, {fraction: 0.0})
 
 
 def trains_other_family(cfg: RunConfig) -> bool:

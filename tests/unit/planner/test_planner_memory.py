@@ -483,6 +483,32 @@ def test_states_that_the_host_updates_are_counted_there(fraction: float, folder:
     assert ("Disk: 91.5 GiB for a device in optimizer_offload_path" in [*plan.host.list_lines()]) == (folder is not None)
 
 
+@pytest.mark.parametrize(
+    ("keys", "moments", "on_host"),
+    [
+        ({}, 8, 0),
+        ({"optimizer_state_dtype": "bfloat16"}, 4, 0),
+        ({"optimizer_offload_fraction": 1.0}, 0, 8),
+        ({"optimizer_offload_fraction": 0.25}, 6, 2),
+        ({"optimizer_state_dtype": "bfloat16", "swap_optimizer": True}, 4, 4),
+    ],
+)
+def test_moments_of_the_other_engine_are_counted_where_they_are(keys: dict[str, Any], moments: float, on_host: float) -> None:
+    changes = {"engine": "fsdp", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1} | keys
+    values: dict[str, Any] = {f"actor_config__{name}": value for name, value in changes.items()}
+    values |= {"rl_config__actor_resource": {"num_npus": 1}, "generate_config__offload_train_optimizer": False}
+    plan = planned("grpo_qwen3_8b_A3", **values, rl_config__init_kl_coef=0.0)
+    update = next(phase for phase in plan.groups[0].phases if phase.name == "update")
+    count = 8.190735360e9
+    assert update.owners["weights"] == pytest.approx(4 * count, rel=1e-3)
+    assert update.owners.get("optimizer", 0) == pytest.approx(0 if "swap_optimizer" in keys else moments * count, rel=0.01)
+    assert plan.host is not None
+    assert plan.host.owners.get("optimizer", 0) == pytest.approx(on_host * count, rel=0.01)
+    # float32 weights, and all moments wherever they are
+    saved = 4 if keys.get("optimizer_state_dtype") == "bfloat16" else 8
+    assert plan.host.checkpoint == pytest.approx((4 + saved) * count, rel=1e-3)
+
+
 #: keys of a run of Qwen3-8B on one device whose optimizer is in host memory, and which saves
 SAVES = {
     "actor_config__tensor_model_parallel_size": 1,

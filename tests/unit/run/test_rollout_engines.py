@@ -49,7 +49,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"lora_push": "adapter"}, {}, "lora_push (adapter)"),
     ({"enable_prefix_caching": True}, {}, "enable_prefix_caching"),
     ({"eplb_token_collects": True}, {}, "eplb_token_collects"),
-    ({"trust_remote_code": True}, {}, "trust_remote_code"),
     ({"engine_kwargs": {"block_size": 16}}, {}, "engine_kwargs"),
     ({"sampling_config": {"max_tokens": 16, "stop": ["x"]}}, {}, "sampling_config.stop"),
     ({"sampling_config": {"max_tokens": 16, "structured_output": {"regex": "a"}}}, {}, "structured_output"),

@@ -149,6 +149,31 @@ def test_a_stage_saves_a_folder_and_resumes(start: Callable[..., SupervisedWorke
     assert all(torch.equal(value, after[name]) for name, value in _read(resumed).items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+@pytest.mark.parametrize("stage", ["sft", "orm"])
+def test_a_run_of_one_engine_resumes_on_the_other(
+    start: Callable[..., SupervisedWorker], tmp_path: Path, stage: str, engine: str
+) -> None:
+    data, save = _write(tmp_path, stage), tmp_path / "save"
+    other = {"megatron": "fsdp", "fsdp": "megatron"}[engine]
+    worker = start(stage, data, engine=engine, save=str(save), adam_eps=1e-5)
+    worker.train()
+    worker.save(1)
+    expected = _read(worker)
+    resumed = start(stage, data, engine=other, load=str(save), finetune=False, adam_eps=1e-5)
+    assert resumed.resumed_state()["iteration"] == 1 and resumed.consumed == 8
+    assert all(torch.equal(value, expected[name]) for name, value in _read(resumed).items())
+    first, again = (side.train().metrics.results() for side in (worker, resumed))
+    assert again["train/loss"] == pytest.approx(first["train/loss"], rel=1e-5)
+    assert again["train/grad_norm"] == pytest.approx(first["train/grad_norm"], rel=1e-5)
+    if stage == "sft":  # a reward model starts from its weights, with a head of zeros
+        scored = _read(start("orm", _write(tmp_path, "dpo"), engine=other, load=str(save)))
+        assert not scored["score.weight"].any()
+        kept = scored.keys() & expected.keys()
+        assert len(kept) > 10 and all(torch.equal(scored[name], expected[name]) for name in kept)
+
+
 def test_a_value_head_trains_as_on_megatron(start: Callable[..., SupervisedWorker], tmp_path: Path) -> None:
     data = _write(tmp_path, "dpo")
     reports = []
