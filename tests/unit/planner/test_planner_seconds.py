@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mindspeed_rl.adaptors.cpu_attention import KernelChoice
 from mindspeed_rl.cli import explain
 from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config.loader import build_run_config
@@ -485,3 +486,40 @@ def test_adapters_of_the_engine_are_further_kernels_of_its_layers() -> None:
     # two sums, a norm; gate and product
     kernels = count_kernels(shapes[0].actor.plan.model_config, False)[0]
     assert [_compare_kernels(shape) for shape in shapes] == [1.0, pytest.approx(1 + 2 * (3 + 1) / kernels)]
+
+
+def test_adapters_of_the_trainer_are_further_kernels_and_operations() -> None:
+    targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    adapters = {"actor_config.lora_target_modules": targets, "actor_config.lora_r": 8, "actor_config.lora_alpha": 16}
+    keys = {"actor_config.tensor_model_parallel_size": 1, "rl_config.actor_resource.num_npus": 1, "rl_config.init_kl_coef": 0.0}
+    tree = apply_values(compose(*locate("grpo_tiny_cpu", None), []), {**keys, "rl_config.use_prefix_grouper": False})
+    dense, lora = (
+        plan_time(draft(build_run_config(apply_values(tree, more))), DEVICES["cpu"], samples=SampleMeans(5.0, 20.0))
+        for more in ({}, adapters)
+    )
+    # a layer has a norm, two products, three of the MLP, six others; each of four adapters two products, a scale and a sum;
+    # frozen weights have no gradient, so that an update is two forward passes and not three
+    assert lora.parts["update"]["host"] == pytest.approx(dense.parts["update"]["host"] * 2 / 3 * (12 + 16) / 12)
+    # 512 samples of 25 tokens; a layer's matrices are 128 x 256, 128 x 128, 128 x 768 and 384 x 128
+    elements = 4 * 8 * ((128 + 256) + (128 + 128) + (128 + 768) + (384 + 128))
+    more = lora.parts["update"]["computing"] - dense.parts["update"]["computing"] * 2 / 3
+    cpu = EFFICIENCIES["cpu"]["megatron"]
+    assert more == pytest.approx(512 * 25 * 2 * elements * 2 / (DEVICES["cpu"].flops * cpu.train))
+    assert lora.parts["resharding_to_infer"]["merging"] == pytest.approx(4 * cpu.pass_s * 16 / 12)
+    assert dense.parts["resharding_to_infer"]["merging"] == 0.0
+
+
+def test_torchs_attention_on_the_cpu_takes_short_blocks_of_each_head() -> None:
+    keys = {"actor_config.tensor_model_parallel_size": 1, "rl_config.actor_resource.num_npus": 1}
+    tree = apply_values(compose(*locate("grpo_tiny_cpu", None), []), {**keys, "rl_config.use_prefix_grouper": False})
+    run, means = draft(build_run_config(tree)), SampleMeans(5.0, 60.0)
+    plain, blocks, slower = (
+        plan_time(replace(run, attention=chosen), DEVICES["cpu"], samples=means)
+        for chosen in (None, KernelChoice("blocks", "as tried"), KernelChoice("torch", "as tried"))
+    )
+    assert plain.phases == blocks.phases
+    # 512 samples of 65 tokens, three blocks of up to 32; four layers of four heads; forward, and backward twice as long
+    more = slower.parts["update"]["host"] - plain.parts["update"]["host"]
+    assert more == pytest.approx(512 * 3 * 4 * 4 * 3 * EFFICIENCIES["cpu"]["megatron"].attention_s)
+    more = slower.parts["reference_model"]["host"] - plain.parts["reference_model"]["host"]
+    assert more == pytest.approx(512 * 3 * 4 * 4 * EFFICIENCIES["cpu"]["megatron"].attention_s)
