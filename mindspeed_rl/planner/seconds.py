@@ -162,7 +162,10 @@ def plan_time(
 
 def _list_image_notes(run: RunShape, samples: Samples) -> Iterator[str]:
     if tokens := run.count_image_tokens(run.actor, samples.prompt):
-        yield f"images of {tokens:.0f} tokens in a prompt, all that --mean-prompt, max_pixels and their limit leave"
+        if run.generate is not None and run.generate.limit_mm_video_per_prompt:
+            yield f"images and videos of {tokens:.0f} tokens in a prompt, all that --mean-prompt leaves"
+        else:
+            yield f"images of {tokens:.0f} tokens in a prompt, all that --mean-prompt, max_pixels and their limit leave"
 
 
 def _list_judge_notes(run: RunShape) -> Iterator[str]:
@@ -187,6 +190,8 @@ def _list_omissions(cfg: RunConfig) -> Iterator[str]:
         yield "every response ends in its rollout, though partial_rollout_max_split continues long ones in the next"
     if rl.elastic_rollout:
         yield "only the rollout's devices generate, though elastic_rollout lets the actor's help while an iteration waits"
+    if rl.opponents.roles:
+        yield "all turns are the present weights', whose tokens train; those of opponents (opponents.share) do not"
     if rl.spare_samples_per_prompt and not rl.keep_spare_samples:
         yield "no sample is aborted, though spare_samples_per_prompt generates more of them than train"
     if generate.update_weight_mode == "delta":
@@ -380,12 +385,23 @@ class _Passes:
         blocks = math.ceil(self._mean / _ATTENTION_BLOCK)
         return model.plan.layout.num_slots * heads * blocks * passes * self._efficiency.attention_s
 
+    @property
+    def _context_ranks(self) -> int:
+        """Number of ranks that a sequence of the mean length is split over, as dynamic context parallelism chooses it."""
+        config = self._model.config
+        ranks = config.context_parallel_size
+        if not config.has_dynamic_context:
+            return ranks
+        part = self._run.tokens("update") / ranks
+        sizes = (size for size in range(config.min_dynamic_context_parallel_size, ranks) if ranks % size == 0)
+        return next((size for size in sizes if self._mean <= size * part), ranks)
+
     def _count_collectives(self) -> int:
         """Count the collectives of a forward pass: tensor ranks after attention and MLP, context and experts both ways."""
         model, moe = self._model, len(self._model.plan.model_config.moe_layers)
         layout = model.plan.layout
         tensor = 0 if layout.tp == 1 else 4 if model.config.sequence_parallel else 2
-        context = 2 if model.config.context_parallel_size > 1 else 0
+        context = 2 if self._context_ranks > 1 else 0
         experts = 2 * moe if layout.num_experts and layout.num_expert_groups > 1 else 0
         return layout.num_slots * (tensor + context) + experts
 
@@ -412,10 +428,11 @@ class _Passes:
         seconds = 0.0
         if tp > 1:
             seconds += layers * 4 * hidden * (tp - 1) / tp / self._bytes_per_second(tp)
-        if cp > 1:
+        if (split_over := self._context_ranks) > 1:
             heads = 2 * model_config.num_attention_heads + 2 * model_config.num_query_groups
             width = heads * model_config.kv_channels / tp
-            seconds += layers * local * width * (cp - 1) / cp / self._bytes_per_second(tp * cp)
+            exchanged = local * width * (split_over - 1) / split_over
+            seconds += layers * exchanged / self._bytes_per_second(tp * split_over)
         groups = layout.num_expert_groups if layout.num_experts else 1
         if groups > 1:
             sent = 2 * hidden / split * model_config.moe_router_topk * (groups - 1) / groups
@@ -642,7 +659,7 @@ def _read_bytes(run: RunShape, weights: int) -> Callable[[float], float]:
     if not model_config.moe_layers:
         return lambda active: float(weights)
     assert generate is not None and model_config.num_moe_experts is not None and model_config.moe_ffn_hidden_size is not None
-    itemsize = 2 if generate.dtype == "bfloat16" else 4
+    itemsize = 1 if generate.quantization is not None else 2 if generate.dtype == "bfloat16" else 4
     sharing = generate.infer_expert_parallel_size if generate.enable_expert_parallel else 1
     ranks = generate.infer_tensor_parallel_size * sharing
     # three matrices an expert: gate, up and down

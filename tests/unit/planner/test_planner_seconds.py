@@ -22,13 +22,14 @@ from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.planner import published
 from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import CONSTANTS, EFFICIENCIES, NPU, PhaseError
+from mindspeed_rl.planner.engine import plan_engine
 from mindspeed_rl.planner.fit import FitRequest, _build_space, _Search, build_grpo_tree
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.planner.run_files import read_block
 from mindspeed_rl.planner.run_shape import read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans
-from mindspeed_rl.planner.seconds import TimePlan, _compare_kernels, _StepSeconds, calibrate, plan_time
+from mindspeed_rl.planner.seconds import TimePlan, _compare_kernels, _read_bytes, _StepSeconds, calibrate, plan_time
 from mindspeed_rl.planner.step_costs import count_kernels
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.resolve import resolve
@@ -523,3 +524,38 @@ def test_torchs_attention_on_the_cpu_takes_short_blocks_of_each_head() -> None:
     assert more == pytest.approx(512 * 3 * 4 * 4 * 3 * EFFICIENCIES["cpu"]["megatron"].attention_s)
     more = slower.parts["reference_model"]["host"] - plain.parts["reference_model"]["host"]
     assert more == pytest.approx(512 * 3 * 4 * 4 * EFFICIENCIES["cpu"]["megatron"].attention_s)
+
+
+def test_short_rows_exchange_over_the_ranks_that_dynamic_context_parallelism_gives_them() -> None:
+    keys = {"rl_config__use_dynamic_bsz": True, "rl_config__max_packing_token_size": 16384}
+    keys |= {"rl_config__use_prefix_grouper": False}
+
+    def plan(size: int, **more: object) -> float:
+        made = planned("grpo_qwen3_8b_A3", 1000.0, **keys, actor_config__context_parallel_size=size, **more)
+        return made.parts["reference_model"]["collectives"]
+
+    def exchange(size: int) -> float:  # of a rank that has as many tokens whatever the size is
+        return (size - 1) / size
+
+    none, fixed = (plan(4, actor_config__dynamic_context_parallel=dynamic) for dynamic in (True, False))
+    half = plan(4, actor_config__dynamic_context_parallel=True, actor_config__min_dynamic_context_parallel_size=2)
+    # 1200 tokens fit into the 4096 of a device: nothing is exchanged between the ranks of a row
+    assert none < half < fixed
+    assert (half - none) / (fixed - none) == pytest.approx(exchange(2) / exchange(4))
+
+
+def test_a_step_of_int8_experts_reads_the_bytes_that_tokens_choose() -> None:
+    keys = {"generate_config.enable_expert_parallel": False, "generate_config.enforce_eager": False}
+    tree = apply_values(compose(*locate("grpo_qwen3_30b_a3b_A3_8dies", None), []), keys)
+    shapes = [
+        read_shape(draft(build_run_config(apply_values(tree, {"generate_config.quantization": name}))), DEVICES["A3"])
+        for name in (None, "int8")
+    ]
+    engines = [plan_engine(shape) for shape in shapes]
+    assert all(engines)
+    full, int8 = (_read_bytes(shape, engine.weights) for shape, engine in zip(shapes, engines) if engine is not None)
+    # 48 layers of 128 experts with three matrices of 2048 x 768, of which a token chooses 8
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert full(1000) - full(1) == pytest.approx(2 * experts * 120 / 128, rel=1e-6)
+    assert int8(1000) - int8(1) == pytest.approx(experts * 120 / 128, rel=1e-6)
+    assert 0 < int8(1) < full(1)
