@@ -90,7 +90,7 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
         checks_files: also where none of the files that the run names is on this machine.
     """
     registry.search_folders(cfg.plugin_folders)
-    run = draft(cfg, num_nodes)
+    run, mean_prompt = draft(cfg, num_nodes), None
     report = explain(run)
     if cfg.serve_config is not None:
         report["unchecked"] = "files: serve checks them before it listens"
@@ -100,23 +100,34 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
     if cfg.rl_config is not None and not cfg.is_supervised:
         report["errors"] += check_reward_functions(cfg.rl_config)
     if not report["errors"] and (checks_files or cfg.has_files_here):
-        _check_files(cfg, num_nodes, report, checks_hub=checks_files)
+        run, mean_prompt = _check_files(cfg, num_nodes, report, checks_hub=checks_files) or (run, None)
     elif not report["errors"]:
         report["unchecked"] = "files: none that the run names is on this machine; --validate checks as train does"
     report["valid"] = not report["errors"]
     if report["valid"]:
-        report["promise"] = _promise(run)
+        report["promise"] = _promise(run, mean_prompt)
     return report
 
 
-def _promise(run: Run) -> list[str]:
-    """Return the lines of a promise; why there is none in a line. `mindspeed-rl promise` also searches other layouts."""
+def _promise(run: Run, mean_prompt: float | None) -> list[str]:
+    """Return the lines of a promise; why there is none in a line. `mindspeed-rl promise` also searches other layouts.
+
+    Args:
+        mean_prompt: mean tokens of a prompt; None where they were not read.
+    """
     # by name: the planner reads models, which a plan of keys does without
-    make_promise = registry.load("mindspeed_rl.planner.promise:make_promise", "explain")
+    make_promise, means = (
+        registry.load(f"mindspeed_rl.planner.{name}", "explain") for name in ("promise:make_promise", "samples:SampleMeans")
+    )
     try:
-        return list(make_promise(run, bands=find_bands(run)).list_lines())
+        return list(make_promise(_with_data(run), samples=means(prompt=mean_prompt), bands=find_bands(run)).list_lines())
     except ValueError as error:
         return [f"nothing: {error}"]
+
+
+def _with_data(run: Run) -> Run:
+    """Return the run with the prefixes of rows that it wrote itself."""
+    return replace(run, config=replace(run.config, actor_config=run.data_config))
 
 
 def _describe_memory(run: Run) -> str:
@@ -130,8 +141,11 @@ def _describe_memory(run: Run) -> str:
         return f"nothing: {error}"
 
 
-def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: bool) -> None:
+def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: bool) -> tuple[Run, float | None] | None:
     """Run both stages of the checks of `train`, and add what they find to the report.
+
+    Returns the run with its length, and the mean tokens of its prompts; None in supervised stages, whose rows the planner reads
+    itself. Returns None where a check fails, or something is not here.
 
     Args:
         checks_hub: a hub that cannot be reached, for a model that is not in its cache, is an error.
@@ -146,7 +160,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
         report["unchecked"] = f"files and this machine: {error}; install the environment of a device kind (envs/)"
         if checks_hub:
             report["errors"].append(report["unchecked"])
-        return
+        return None
     notes = io.StringIO()
     try:
         with contextlib.redirect_stdout(notes):
@@ -159,10 +173,10 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
                 error.check_hub()
         except ValueError as unreachable:
             report["errors"].append(str(unreachable))
-        return
+        return None
     except (ValueError, RuntimeError, OSError) as error:
         report["errors"] += error.errors if isinstance(error, ConfigError) else [str(error)]
-        return
+        return None
     finally:
         report["warnings"] += [line.removeprefix("warning: ") for line in notes.getvalue().splitlines()]
     report["data"] = "\n".join(map(str, inputs.cards))
@@ -179,6 +193,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
         report["learning_rate"] = describe_learning_rate(run.config)
     mean_prompt = None if cfg.is_supervised else float(inputs.prompts.lengths.mean())
     report["overview"] = _summarize(run, inputs.cards[0], mean_prompt) | {"chosen": _list_chosen(run, cfg.platform)}
+    return run, mean_prompt
 
 
 def _summarize(run: Run, card: DataCard, mean_prompt: float | None) -> dict[str, str]:
@@ -189,10 +204,7 @@ def _summarize(run: Run, card: DataCard, mean_prompt: float | None) -> dict[str,
     """
     actor, cfg = run.config.actor_config, run.config
     # by name: the planner reads models, which a plan of keys does without
-    predict, means = (
-        registry.load(f"mindspeed_rl.planner.{name}", "explain") for name in ("prediction:predict", "samples:SampleMeans")
-    )
-    planned = replace(run, config=replace(cfg, actor_config=run.data_config))
+    predict = registry.load("mindspeed_rl.planner.prediction:predict", "explain")
     unit = "rows" if cfg.is_supervised else "prompts"
     saves = f", saved every {actor.save_interval}" if actor.save and actor.save_interval else ""
     return {
@@ -200,7 +212,7 @@ def _summarize(run: Run, card: DataCard, mean_prompt: float | None) -> dict[str,
         "rows": card.rows.get("rows") or card.rows.get("documents", ""),
         "lengths": card.rows.get("lengths", ""),
         "steps": f"{run.plan.train_iters} iterations of {run.plan.num_prompts} {unit}{saves}",
-        "planned": predict(planned, means(prompt=mean_prompt)).summary,
+        "planned": predict(_with_data(run), mean_prompt).summary,
     }
 
 

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
             predict = registry.load("mindspeed_rl.planner.prediction:predict", "plan tune")
             try:
-                with launch(run, predict(run), [limit]) as trainer:
+                with launch(run, predict, [limit]) as trainer:
                     limit.end = lambda termination=trainer.termination: setattr(termination, "requested", True)
                     trainer.fit()
             except Terminated as error:

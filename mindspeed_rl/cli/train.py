@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from mindspeed_rl import registry
@@ -71,6 +72,7 @@ def main(argv: list[str]) -> int:
 
             predict = registry.load("mindspeed_rl.planner.prediction:predict", "train")
             bands = registry.load("mindspeed_rl.cli.bands:find_bands", "train")(run)
+            advise = partial(predict, bands=bands, is_strict=arguments.strict)
             if arguments.strict and not (expected := predict(run)).fits:
                 raise ValueError(f"--strict: the run is not predicted to fit: {expected.summary}")
             shrinker = registry.load("mindspeed_rl.planner.shrink:Shrinker", "train")
@@ -79,8 +81,7 @@ def main(argv: list[str]) -> int:
             recovery = Recovery(run, fit)
             try:
                 for attempt in recovery.attempts():
-                    prediction = predict(attempt, bands=bands, is_strict=arguments.strict)
-                    with recovery.retry_on_fault(), launch(attempt, prediction, recovery.observers) as trainer:
+                    with recovery.retry_on_fault(), launch(attempt, advise, recovery.observers) as trainer:
                         recovery.follow(trainer.termination)
                         trainer.fit()
             except Terminated as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.config.keys import PATH_KEYS
 from mindspeed_rl.observability.alerts import REWARDS
 from mindspeed_rl.observability.expected_curve import ExpectedCurve, Window
 from mindspeed_rl.observability.history import History
@@ -34,8 +35,8 @@ def find_band(folder: Path, title: str, written: Mapping[str, Any]) -> ExpectedC
     curves = [history.finite(metric) for history in histories.values()]
     last = max((curve.x[-1] for curve in curves if curve.x), default=0)
     windows = []
-    for first in range(1, last - _WINDOW + 2, _WINDOW):
-        end = first + _WINDOW - 1
+    for first in range(1, max(2, last - _WINDOW + 2), _WINDOW):
+        end = min(first + _WINDOW - 1, last)  # shorter runs are one window
         values = [[y for x, y in zip(curve.x, curve.y) if first <= x <= end] for curve in curves]
         means = [statistics.fmean(value) for value in values if value]
         if means:
@@ -66,5 +67,14 @@ def _keep_decisive(written: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for group, keys in written.items():
         if isinstance(keys, Mapping):
-            kept[group] = {name: value for name, value in keys.items() if name not in _FREE}
+            kept[group] = {name: _shorten(name, value) for name, value in keys.items() if name not in _FREE}
     return json.loads(json.dumps({group: keys for group, keys in kept.items() if keys}, default=str))
+
+
+def _shorten(name: str, value: Any) -> Any:
+    """Return the value of a key, with the names of files and folders in place of their paths: a run has absolute ones."""
+    if isinstance(value, Mapping):
+        return {inner: _shorten(inner, one) for inner, one in value.items()}
+    if isinstance(value, list):
+        return [_shorten(name, one) for one in value]
+    return Path(value).name if name in PATH_KEYS and isinstance(value, str) else value

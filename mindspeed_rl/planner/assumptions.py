@@ -129,6 +129,9 @@ def list_time_assumptions(cfg: RunConfig, device: Device, plan: TimePlan) -> Ite
             "each published run against the fit to the others" if is_seen else guess,
         ),
     }
+    if plan.efficiency.attention_s:
+        unit = "s of a head for each 32 tokens of a sequence, where a trial at the start of a run chooses torch's attention"
+        meanings["attention_s"] = (unit, fit)
     for name, (unit, source) in meanings.items():
         value = f"{getattr(plan.efficiency, name):g} {unit}"
         yield Assumption(name, value, source, device.sleeps and source == "a guess")

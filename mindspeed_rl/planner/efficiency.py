@@ -72,6 +72,8 @@ class Efficiency:
         push_s: seconds of a weight sync besides these: releasing and waking up the engine's memory.
         host: fraction of the host link when training state is moved.
         host_adamw: bytes of optimizer states that the processors of a device's host update in a second.
+        attention_s: seconds of a head of a sequence in a pass, for each 32 of its tokens, by torch's kernel of attention on the
+            CPU; kernels of NPUs take all sequences of a micro-batch at once.
         errors: error of the predictions by phase, by timer or "all" for an iteration.
     """
 
@@ -93,6 +95,7 @@ class Efficiency:
     push_s: float
     host: float
     host_adamw: float
+    attention_s: float = 0.0
     errors: Mapping[str, PhaseError] = field(default_factory=dict)
 
     def find_error(self, phase: str = "all") -> PhaseError:
@@ -137,6 +140,7 @@ _CPU = Efficiency(
     push_s=0.0,
     host=0.5,
     host_adamw=8e9,
+    attention_s=3.6e-5,
     errors={"all": PhaseError(spread=2.0, median=0.4, figures=7)},
 )
 #: device kind -> error of planned memory, where runs on it were published

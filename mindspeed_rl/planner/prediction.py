@@ -75,7 +75,8 @@ class _Prediction:
             return {"missing": self.missing}
         device, medians = find_device(self.run.config), compute_later_medians(history)
         try:
-            plan = plan_time(self.run, device, samples=measure_samples(self.run.config, medians))
+            planned = self.run if self.promise is None else self.promise.planned or self.run
+            plan = plan_time(planned, device, samples=measure_samples(self.run.config, medians))
             if self.promise is not None and self.promise.time.factors:
                 plan = calibrate(plan, self.promise.time.factors)
         except ValueError as error:
@@ -171,19 +172,19 @@ class _Prediction:
 
 
 def predict(
-    run: Run, samples: SampleMeans | None = None, *, bands: Sequence[ExpectedCurve] = (), is_strict: bool = False
+    run: Run, mean_prompt: float | None = None, *, bands: Sequence[ExpectedCurve] = (), is_strict: bool = False
 ) -> _Prediction:
     """Predict bytes and seconds of a run; the prediction of a run that cannot be planned has the reason.
 
     Args:
-        samples: means that are known, of its data for example.
+        mean_prompt: mean tokens of a prompt, where its data is read.
         bands: curves of earlier runs and recipes.
         is_strict: a broken promise ends the run.
     """
     cfg = run.config
     try:
         device = find_device(cfg)
-        promise = make_promise(run, device=device, samples=samples, bands=bands)
+        promise = make_promise(run, device=device, samples=SampleMeans(prompt=mean_prompt), bands=bands)
         memory, time = promise.memory, promise.time
         assumed = (*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, time))
     except ValueError as error:

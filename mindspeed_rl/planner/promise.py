@@ -24,8 +24,8 @@ from mindspeed_rl.run.rules.validation import is_valid, unavailable
 from mindspeed_rl.run.rules.violation import format_value
 
 _HOUR = 3600.0
-#: hours from which a time is given in hours
-_LONG_H = 3.0
+#: units of a time, by the hours from which it is given in them
+_UNITS = ((3.0, 1.0, "hours"), (0.05, 60.0, "minutes"), (0.0, _HOUR, "seconds"))
 #: a neighbour saves at least this fraction, or it is none
 _SAVES = 0.03
 #: iterations that no run file states are not promised
@@ -75,6 +75,7 @@ class Promise:
         price: price of a device-hour, in the user's currency; None where none is given.
         cheaper, faster: nearest layouts that take fewer device-hours, or less time; None where none was found or searched.
         bands: expected curves of earlier runs and recipes.
+        planned: the run as its seconds are planned.
     """
 
     run: Run
@@ -85,6 +86,7 @@ class Promise:
     cheaper: Neighbour | None = None
     faster: Neighbour | None = None
     bands: Sequence[ExpectedCurve] = field(default=())
+    planned: Run | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -148,9 +150,9 @@ class Promise:
             if neighbour is not None:
                 yield f"  {name}: {_describe_neighbour(neighbour, self)}"
         for band in self.bands:
-            first, last = band.windows[0], band.windows[-1]
-            ends = f"{first.low:.3g} to {first.high:.3g} in {first}, {last.low:.3g} to {last.high:.3g} in {last}"
-            yield f"  curve: {band.metric} {ends} (source: {band.source})"
+            ends = dict.fromkeys((band.windows[0], band.windows[-1]))
+            text = ", ".join(f"{window.low:.3g} to {window.high:.3g} in {window}" for window in ends)
+            yield f"  curve: {band.metric} {text} (source: {band.source})"
         for note in time.notes:
             yield f"  assumed: {note}"
 
@@ -161,17 +163,14 @@ class Promise:
             yield "  the data decides the number of iterations (train_epochs): hours, tokens and disk are known once it is here"
         else:
             devices = _format_range(self.bound_hours(iterations, time.devices))
-            cost = f"{_format_range(self.bound_hours(iterations))} hours, {devices} device-hours"
+            cost = f"{_format_hours(self.bound_hours(iterations))}, {devices} device-hours"
             if self.price is not None:
                 low, high = self.bound_hours(iterations, time.devices * self.price)
                 cost += f", a price of {_format_range((low, high))} at {self.price:g} a device-hour"
             yield f"  {iterations} iterations: {cost}"
             yield f"  {_format_count(time.tokens * iterations)} tokens of prompts and responses"
         if (first := self.first_checkpoint) is not None:
-            hours = self.bound_hours(first)
-            scale, unit = (1.0, "hours") if hours[0] >= _LONG_H else (60.0, "minutes")
-            when = _format_range(self.bound_hours(first, scale))
-            yield f"  first checkpoint after {when} {unit} of training (iteration {first})"
+            yield f"  first checkpoint after {_format_hours(self.bound_hours(first))} of training (iteration {first})"
         if self.disk:
             yield f"  {format_number(self.disk / GIB)} GiB of checkpoints on disk at most"
 
@@ -209,6 +208,12 @@ class Promise:
 
 def _format_range(bounds: tuple[float, float]) -> str:
     return f"{format_number(bounds[0])} to {format_number(bounds[1])}"
+
+
+def _format_hours(bounds: tuple[float, float]) -> str:
+    """Return a range of hours in the largest unit in which it is not a small fraction."""
+    scale, unit = next((scale, unit) for least, scale, unit in _UNITS if bounds[0] >= least)
+    return f"{_format_range((bounds[0] * scale, bounds[1] * scale))} {unit}"
 
 
 def _format_count(count: float) -> str:
@@ -265,10 +270,10 @@ def make_promise(
     """
     actor = run.config.actor_config
     device = device or find_device(run.config)
-    memory, time = plan_memory(run, device), _plan_seconds(run, device, samples)
+    memory, (time, planned) = plan_memory(run, device), _plan_seconds(run, device, samples)
     iterations = actor.train_iters if actor.train_epochs is None or run.models else None
     price = actor.device_hour_price if price is None else price
-    promise = Promise(run, memory, time, iterations, price, bands=tuple(bands))
+    promise = Promise(run, memory, time, iterations, price, bands=tuple(bands), planned=planned)
     if tree is None:
         return promise
     found = list(_find_neighbours(tree, run, device, samples))
@@ -281,10 +286,15 @@ def make_promise(
     return replace(promise, cheaper=cheapest, faster=fastest)
 
 
-def _plan_seconds(run: Run, device: Device, samples: SampleMeans | None) -> TimePlan:
-    plan = plan_time(run, device, samples=samples)
-    corrected = plan_by_earlier_runs(plan, run, device)
-    return plan_by_trial(plan, run, device, samples) if corrected is plan else corrected
+def _plan_seconds(run: Run, device: Device, samples: SampleMeans | None) -> tuple[TimePlan, Run]:
+    """Return the seconds, and the run as they are planned."""
+    # earlier runs are planned without the kernel of attention that they chose
+    plain = replace(run, attention=None)
+    plan = plan_time(plain, device, samples=samples)
+    corrected = plan_by_earlier_runs(plan, plain, device)
+    if corrected is not plan:
+        return corrected, plain
+    return plan_by_trial(plan_time(run, device, samples=samples), run, device, samples), run
 
 
 def _find_neighbours(tree: Mapping[str, object], run: Run, device: Device, samples: SampleMeans | None) -> Iterator[Neighbour]:
@@ -298,7 +308,7 @@ def _find_neighbours(tree: Mapping[str, object], run: Run, device: Device, sampl
             memory = plan_memory(other, device)
             if memory.verdict not in _VERDICTS:
                 continue
-            time = _plan_seconds(other, device, samples)
+            time, _ = _plan_seconds(other, device, samples)
         except (ConfigError, ValueError):
             continue
         yield Neighbour(values, memory.verdict, time.devices, time)

@@ -21,7 +21,20 @@ CHECKS = (3, 10, 50)
 _TOLERANCE = 1.05
 #: a ratio from which lengths, or a rank, explain seconds
 _LONGER, _SLOWER = 1.2, 1.3
-_PASSES = (Phases.UPDATE_ACTOR.timer, Phases.REF_LOG_PROBS.timer, Phases.ACTOR_LOG_PROBS.timer, Phases.UPDATE_CRITIC.timer)
+_PASSES = tuple(
+    phase.timer
+    for phase in (
+        Phases.UPDATE_ACTOR,
+        Phases.REF_LOG_PROBS,
+        Phases.ACTOR_LOG_PROBS,
+        Phases.UPDATE_CRITIC,
+        Phases.VALUES,
+        Phases.MODEL_REWARDS,
+        Phases.TEACHER_LOG_PROBS,
+    )
+)
+#: phases that take longer with more tokens
+_OF_TOKENS = ("all", Phases.GENERATE.timer, Phases.JUDGE.timer, *_PASSES)
 #: phases at whose ends training state leaves the device, or comes back
 _BESIDE_COPIES = (Phases.GENERATE.timer, Phases.UPDATE_ACTOR.timer, Phases.PUSH_WEIGHTS.timer)
 
@@ -119,6 +132,8 @@ class Kept:
 
 def _find_lengths(name: str, medians: _Medians, assumed: Assumed) -> Iterator[str]:
     """Yield how much longer samples are than assumed."""
+    if name not in _OF_TOKENS:
+        return
     response, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
     if response is not None and response > _LONGER * assumed.response:
         more = ""

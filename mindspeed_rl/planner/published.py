@@ -144,12 +144,12 @@ def read_published_runs(path: Path, *, only_fitted: bool = False) -> list[Publis
     Raises:
         ValueError: the file is not such a table, or a run cannot be planned; the message names it.
     """
-    runs = []
-    for record in read_json(path)["runs"]:
+    runs, table = [], read_json(path)
+    for record in table["runs"]:
         if only_fitted and record.get("lengths") != "published":
             continue
         try:
-            shape = _read_shape(json.dumps(record))
+            shape = _read_shape(json.dumps(record | {"keys": table.get("keys", {}) | record["keys"]}))
             runs.append(PublishedRun(record, shape, _find_seconds(record, shape)))
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: {record.get('name')}: {error}") from error
@@ -301,8 +301,8 @@ def encode_constants(
     """Return the content of constants.json; a phase of fewer than three figures has the error of an iteration."""
     engines = {}
     for engine, efficiency in constants.items():
-        record = asdict(efficiency)
-        record.pop("errors")
+        # one constant is a matter of the CPU
+        record = {name: value for name, value in asdict(efficiency).items() if name not in ("errors", "attention_s")}
         engines[engine] = {name: float(f"{value:.3g}") for name, value in record.items()}
     errors = ((name, error) for name, error in sorted(summarize_errors(left_out).items()) if error.figures >= _MIN_FIGURES)
     return {

@@ -33,7 +33,7 @@ from mindspeed_rl.planner.engine import plan_engine
 from mindspeed_rl.planner.memory import count_judge_bytes
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_row_length, assume_samples
-from mindspeed_rl.planner.shapes import count_trained_adapters, list_grouped_ops
+from mindspeed_rl.planner.shapes import count_all_elements, count_trained_adapters, list_grouped_ops
 from mindspeed_rl.planner.step_costs import count_kernels
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import rows_per_replica
@@ -43,6 +43,10 @@ from mindspeed_rl.run.rules.training_engine_rules import computes_by_module
 _POINTS = 48
 #: layers with adapters that are several products in the engine
 _ADAPTED_PRODUCTS = {"linear_qkv": 3, "linear_fc1": 2}
+#: kernels of an adapter of the trainer: two products, its scale, a sum
+_ADAPTER_KERNELS = 4
+#: queries that torch's kernel of attention takes at a time on the CPU, and the tokens of a row from which it takes more
+_ATTENTION_BLOCK, _LONG_ROW = 32, 768
 #: bytes that the disk of a machine reads or writes in a second
 DISK = 3e9
 
@@ -158,7 +162,10 @@ def plan_time(
 
 def _list_image_notes(run: RunShape, samples: Samples) -> Iterator[str]:
     if tokens := run.count_image_tokens(run.actor, samples.prompt):
-        yield f"images of {tokens:.0f} tokens in a prompt, all that --mean-prompt, max_pixels and their limit leave"
+        if run.generate is not None and run.generate.limit_mm_video_per_prompt:
+            yield f"images and videos of {tokens:.0f} tokens in a prompt, all that --mean-prompt leaves"
+        else:
+            yield f"images of {tokens:.0f} tokens in a prompt, all that --mean-prompt, max_pixels and their limit leave"
 
 
 def _list_judge_notes(run: RunShape) -> Iterator[str]:
@@ -183,6 +190,8 @@ def _list_omissions(cfg: RunConfig) -> Iterator[str]:
         yield "every response ends in its rollout, though partial_rollout_max_split continues long ones in the next"
     if rl.elastic_rollout:
         yield "only the rollout's devices generate, though elastic_rollout lets the actor's help while an iteration waits"
+    if rl.opponents.roles:
+        yield "all turns are the present weights', whose tokens train; those of opponents (opponents.share) do not"
     if rl.spare_samples_per_prompt and not rl.keep_spare_samples:
         yield "no sample is aborted, though spare_samples_per_prompt generates more of them than train"
     if generate.update_weight_mode == "delta":
@@ -232,9 +241,12 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     exchange = _pushed_bytes(run) / (run.device.link * efficiency.push)
     sends_all = run.generate is not None and run.generate.lora_push != "adapter"
     tensors = _count_tensors(run.actor.plan.architecture, run.actor.plan.model_config) if sends_all else 0
+    # adapters are merged by as many kernels as their forward has
+    merged = run.actor.plan.layout.num_slots * (_compare_trained_kernels(run.actor) - 1.0) if sends_all else 0.0
     parts[Phases.PUSH_WEIGHTS.timer] = {
         "exchange": exchange,
         "tensors": tensors * efficiency.push_tensor_s,
+        "merging": merged / run.actor.plan.layout.pp * efficiency.pass_s,
         "wake-up": efficiency.push_s,
     }
     return parts
@@ -247,6 +259,8 @@ class _Passes:
         self._run, self._model, self._efficiency = run, model, efficiency
         self._mean = samples.tokens - _shared_tokens(run, model, samples)
         flops = _count_flops(model.plan.architecture, model.plan.model_config)
+        # a shared backbone computes the reference without them
+        self._adapted = _count_adapter_operations(model) * self._mean
         lengths, prompt = samples.lengths, samples.prompt
         squared = lengths.mean_square + 2 * lengths.mean * prompt + prompt**2  # mean of a sequence's squared tokens
         self._operations = flops.per_token * self._mean + flops.per_squared_token * squared
@@ -271,14 +285,17 @@ class _Passes:
     def seconds(self, samples: float, passes: float, use: str = "update") -> dict[str, float]:
         """Return the seconds of so many passes over so many samples, by part; the largest micro-batch depends on the use."""
         run, model, layout = self._run, self._model, self._model.plan.layout
-        computing = samples * self._operations * passes / (model.devices * run.device.flops * self._efficiency.train)
+        operations = self._operations + (0.0 if use == "ref" else self._adapted)
+        computing = samples * operations * passes / (model.devices * run.device.flops * self._efficiency.train)
         # backward computes the softmax again
         logits = samples * self._logit_seconds * min(passes, 2.0)
         packs = run.cfg.rl_config is not None and run.cfg.rl_config.use_dynamic_bsz
         # a budget is filled with sequences of their length; without one every row has the maximum length
         rows = max(1.0, run.tokens(use) / (self._mean if packs else run.max_len))
         batches = max(1.0, samples / model.replicas / rows)
-        launching = batches / layout.pp * passes * self._launch_seconds()
+        kernels = 1.0 if use == "ref" else _compare_trained_kernels(model)
+        launching = batches / layout.pp * passes * self._launch_seconds(kernels)
+        launching += samples / model.replicas / layout.pp * self._attention_seconds(passes)
         # what the host takes longer than the device is waiting
         host = max(0.0, launching - computing - logits) if run.device.overlaps else launching
         talk = self._collective_seconds(samples / model.replicas * self._mean) * passes
@@ -338,25 +355,53 @@ class _Passes:
         device = self._run.device
         return self._efficiency.collective * (device.link if ranks <= device.devices_per_node else device.network)
 
-    def _launch_seconds(self) -> float:
+    def _launch_seconds(self, kernels: float) -> float:
         """Return the seconds in which the host launches the kernels of all layers, for one micro-batch and pass.
 
         A layer with experts takes longer with each expert of a rank, whose tokens are counted, split and sorted. Each
         collective of a layer has a latency, however few bytes it has.
+
+        Args:
+            kernels: of a layer, as a multiple of a layer's without adapters.
         """
         model, efficiency = self._model, self._efficiency
         layout, model_config = model.plan.layout, model.plan.model_config
         experts = len(model_config.moe_layers) * efficiency.expert_pass_s
         if model_config.moe_layers:
             experts *= layout.num_experts / layout.num_expert_groups
-        return layout.num_slots * efficiency.pass_s + experts + self._count_collectives() * efficiency.collective_s
+        return layout.num_slots * kernels * efficiency.pass_s + experts + self._count_collectives() * efficiency.collective_s
+
+    def _attention_seconds(self, passes: float) -> float:
+        """Return the seconds of attention of a sequence that are no operations: torch's kernel on the CPU takes short blocks.
+
+        The run chooses the kernel by a trial when it starts; a draft is planned with the other one, which has no such cost.
+        """
+        model, chosen = self._model, self._run.run.attention
+        if chosen is None or chosen.kernel != "torch" or self._mean >= _LONG_ROW:
+            return 0.0
+        if model.config.lora_target_modules and passes >= 2.0:
+            passes += 1.0  # backward has no gradient of frozen weights, but all of attention's
+        heads = model.plan.model_config.num_attention_heads / model.plan.layout.tp
+        blocks = math.ceil(self._mean / _ATTENTION_BLOCK)
+        return model.plan.layout.num_slots * heads * blocks * passes * self._efficiency.attention_s
+
+    @property
+    def _context_ranks(self) -> int:
+        """Number of ranks that a sequence of the mean length is split over, as dynamic context parallelism chooses it."""
+        config = self._model.config
+        ranks = config.context_parallel_size
+        if not config.has_dynamic_context:
+            return ranks
+        part = self._run.tokens("update") / ranks
+        sizes = (size for size in range(config.min_dynamic_context_parallel_size, ranks) if ranks % size == 0)
+        return next((size for size in sizes if self._mean <= size * part), ranks)
 
     def _count_collectives(self) -> int:
         """Count the collectives of a forward pass: tensor ranks after attention and MLP, context and experts both ways."""
         model, moe = self._model, len(self._model.plan.model_config.moe_layers)
         layout = model.plan.layout
         tensor = 0 if layout.tp == 1 else 4 if model.config.sequence_parallel else 2
-        context = 2 if model.config.context_parallel_size > 1 else 0
+        context = 2 if self._context_ranks > 1 else 0
         experts = 2 * moe if layout.num_experts and layout.num_expert_groups > 1 else 0
         return layout.num_slots * (tensor + context) + experts
 
@@ -383,10 +428,11 @@ class _Passes:
         seconds = 0.0
         if tp > 1:
             seconds += layers * 4 * hidden * (tp - 1) / tp / self._bytes_per_second(tp)
-        if cp > 1:
+        if (split_over := self._context_ranks) > 1:
             heads = 2 * model_config.num_attention_heads + 2 * model_config.num_query_groups
             width = heads * model_config.kv_channels / tp
-            seconds += layers * local * width * (cp - 1) / cp / self._bytes_per_second(tp * cp)
+            exchanged = local * width * (split_over - 1) / split_over
+            seconds += layers * exchanged / self._bytes_per_second(tp * split_over)
         groups = layout.num_expert_groups if layout.num_experts else 1
         if groups > 1:
             sent = 2 * hidden / split * model_config.moe_router_topk * (groups - 1) / groups
@@ -540,6 +586,23 @@ def _compare_kernels(run: RunShape) -> float:
     return 1.0 + 2 * products / count_kernels(run.actor.plan.model_config, False)[0]
 
 
+def _compare_trained_kernels(model: Model) -> float:
+    """Return the kernels of a layer of the trainer, as a multiple of those without adapters."""
+    if not (model.trains and model.config.lora_target_modules):
+        return 1.0
+    adapters = len(model.config.lora_target_modules)
+    return 1.0 + _ADAPTER_KERNELS * adapters / count_kernels(model.plan.model_config, False)[0]
+
+
+def _count_adapter_operations(model: Model) -> float:
+    """Count the operations of the adapters of a model that trains, for a token; each chooses a part of the experts."""
+    if not (model.trains and model.config.lora_target_modules):
+        return 0.0
+    elements, model_config = count_all_elements(model.plan, model.config), model.plan.model_config
+    chosen = (model_config.moe_router_topk or 0) / (model_config.num_moe_experts or 1)
+    return 2.0 * (elements.dense_adapters + chosen * elements.expert_adapters)
+
+
 def _decode(
     count: float, slots: float, lengths: Lengths, prompt: float, longest: float, step: Callable[[float, float], float]
 ) -> tuple[float, float, float]:
@@ -596,7 +659,7 @@ def _read_bytes(run: RunShape, weights: int) -> Callable[[float], float]:
     if not model_config.moe_layers:
         return lambda active: float(weights)
     assert generate is not None and model_config.num_moe_experts is not None and model_config.moe_ffn_hidden_size is not None
-    itemsize = 2 if generate.dtype == "bfloat16" else 4
+    itemsize = 1 if generate.quantization is not None else 2 if generate.dtype == "bfloat16" else 4
     sharing = generate.infer_expert_parallel_size if generate.enable_expert_parallel else 1
     ranks = generate.infer_tensor_parallel_size * sharing
     # three matrices an expert: gate, up and down

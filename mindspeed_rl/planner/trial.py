@@ -105,6 +105,7 @@ def correct_by_speed(plan: TimePlan, run: Run, device: Device, samples: SampleMe
         layer_s=slower * efficiency.layer_s,
         graph_layer_s=slower * efficiency.graph_layer_s,
         pass_s=slower * efficiency.pass_s,
+        attention_s=slower * efficiency.attention_s,
     )
     here = dataclasses.replace(device, flops=speed.flops, bandwidth=speed.bandwidth)
     made = plan_time(run, here, samples=samples, efficiency=measured)

@@ -9,7 +9,7 @@ import json
 import os
 import platform as machine
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +40,8 @@ from mindspeed_rl.trainers.sft_setup import SupervisedInputs, build_supervised_t
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination
 
+Advise = Callable[[Run, float | None], RunAdvisor]
+
 
 def _dump_configuration(run: Run) -> None:
     """Write `configurations.json` of the dump where it is asked for: run file, all keys, versions and environment.
@@ -62,7 +64,7 @@ def _dump_configuration(run: Run) -> None:
 
 @contextlib.contextmanager
 def launch(
-    run: Run, advisor: RunAdvisor | None = None, observers: Sequence[RunObserver] = ()
+    run: Run, advise: Advise | None = None, observers: Sequence[RunObserver] = ()
 ) -> Iterator[RLTrainer | SupervisedTrainer]:
     """Yield a trainer with all its processes running.
 
@@ -70,7 +72,8 @@ def launch(
     the run folder has a report of the outcome. Signals are handled in the block; see `Termination`.
 
     Args:
-        advisor: adds its plan to console and report, for example `planner.prediction.predict(run)`.
+        advise: (run with its length, mean tokens of its prompts) -> plan for console and report, for example
+            `planner.prediction.predict`.
         observers: follow the figures of the iterations.
 
     Raises:
@@ -91,16 +94,20 @@ def launch(
         inputs = check_supervised(run) if run.config.is_supervised else check_rl(run)
         # made only now: a wrong key leaves no run folder behind
         held.enter_context(hold_folders({name: path for name, path in folders.items() if name not in there}))
-        yield held.enter_context(_start(inputs, advisor, observers, steps))
+        yield held.enter_context(_start(inputs, advise, observers, steps))
 
 
 @contextlib.contextmanager
 def _start(
-    inputs: RLInputs | SupervisedInputs, advisor: RunAdvisor | None, observers: Sequence[RunObserver], steps: StartSteps
+    inputs: RLInputs | SupervisedInputs, advise: Advise | None, observers: Sequence[RunObserver], steps: StartSteps
 ) -> Iterator[RLTrainer | SupervisedTrainer]:
     """Yield a trainer with all its processes running, for inputs that were checked; see `launch`."""
     run, cfg = inputs.run, inputs.run.config  # with the length of the run, where the prompts decide it
     rl, actor = cfg.rl_config or RLConfig(), cfg.actor_config
+    mean_prompt = float(inputs.prompts.lengths.mean()) if isinstance(inputs, RLInputs) else None
+    # with the prefixes of rows that the run wrote itself
+    planned = dataclasses.replace(run, config=dataclasses.replace(cfg, actor_config=run.data_config))
+    advisor = None if advise is None else advise(planned, mean_prompt)
     termination = Termination(actor.sigterm_grace_s)
     outcome = report_outcome(run, advisor)
     with termination.handled(), outcome as report, termination.explain_failures(), contextlib.ExitStack() as stack:

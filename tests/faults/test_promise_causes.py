@@ -44,14 +44,14 @@ _BUSY = {"place": "host.sample", "counts": {"busy_s": 1000.0, "stolen_s": 100.0,
 
 #: cause -> keys, armed faults, the figure, words of its sentences
 CAUSES: dict[str, tuple[list[str], list[dict[str, object]], str, list[str]]] = {
-    # a quarter of the longest prompt is assumed, and the task's prompts have three tokens
+    # the mean of all prompts is promised, and the longest ones come first
     "slow rank and longer prompts": (
-        [*TWO, "rl_config.max_prompt_length=8"],
+        [*TWO, "megatron_training.data_path={folder}/sorted.jsonl", "megatron_training.no_shuffle=true"],
         [{"place": "engine.forward", "rank": 1, "how": "slow", "seconds": 2.0}],
         "reference_model",
         [
             r"worker 1 is slow, [\d.]+ times the median of the others in reference_model",
-            "prompts are longer, 3 tokens in the mean instead of 2",
+            "prompts are longer, 3 tokens in the mean instead of 1",
         ],
     ),
     "slow rewards": (
@@ -97,6 +97,9 @@ def _run(task: Path, folder: Path, keys: list[str], faults: list[dict[str, objec
     """Return a run that has ended, and the causes of its report by figure."""
     (folder / "bare.json").write_text(json.dumps([TEMPLATE]))
     (folder / "tools.yaml").write_text("tools:\n  - faulty_reward:looked_up\n")
+    # the task's 80 prompts have three tokens, of which these iterations take 32; the others have one
+    rows = [*(task / "train.jsonl").read_text().splitlines(), *[json.dumps({"prompt": "=", "labels": "="})] * 400]
+    (folder / "sorted.jsonl").write_text("\n".join(rows) + "\n")
     keys = [key.replace("{folder}", str(folder)) for key in keys]
     with struck(task, folder, *ITERATIONS, *keys, shares=True) as run:
         for index, fault in enumerate(faults):
@@ -124,5 +127,6 @@ def test_longer_responses_are_named_and_no_fault_that_was_not_provoked(task: Pat
     # half of the limit of four tokens was assumed; the task's answers have two and the end
     run, causes = _run(task, tmp_path, TWO, [_SLOW])
     assert run.metrics[-1]["response_length/mean"] > 1.2 * 2
+    assert "assumed: responses of" in run.output and "assumed: prompts of" not in run.output  # which were read
     assert "responses are longer, 3 tokens in the mean instead of 2" in causes["reference_model"], causes
     assert not re.search("rewards|servers|offloading", "; ".join(causes.values()))

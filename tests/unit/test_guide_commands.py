@@ -20,7 +20,7 @@ RUN_BY = {
     "mindspeed-rl explain": "tests/e2e/test_first_hour.py",
     "mindspeed-rl plan": "tests/e2e/test_first_hour.py",
     "mindspeed-rl plan fit": "tests/unit/planner/test_planner_memory.py",
-    "mindspeed-rl plan tune": "tests/e2e/test_tune.py",
+    "mindspeed-rl plan tune": "tests/e2e/test_tune_run.py",
     "mindspeed-rl plan experts": "tests/unit/planner/test_experts.py",
     "mindspeed-rl promise": "tests/unit/planner/test_promise.py",
     "mindspeed-rl audit": "tests/e2e/test_first_hour.py",

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mindspeed_rl.adaptors.cpu_attention import KernelChoice
 from mindspeed_rl.cli import explain
 from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config.loader import build_run_config
@@ -21,13 +22,14 @@ from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.planner import published
 from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import CONSTANTS, EFFICIENCIES, NPU, PhaseError
+from mindspeed_rl.planner.engine import plan_engine
 from mindspeed_rl.planner.fit import FitRequest, _build_space, _Search, build_grpo_tree
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.planner.run_files import read_block
 from mindspeed_rl.planner.run_shape import read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans
-from mindspeed_rl.planner.seconds import TimePlan, _compare_kernels, _StepSeconds, calibrate, plan_time
+from mindspeed_rl.planner.seconds import TimePlan, _compare_kernels, _read_bytes, _StepSeconds, calibrate, plan_time
 from mindspeed_rl.planner.step_costs import count_kernels
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.resolve import resolve
@@ -485,3 +487,75 @@ def test_adapters_of_the_engine_are_further_kernels_of_its_layers() -> None:
     # two sums, a norm; gate and product
     kernels = count_kernels(shapes[0].actor.plan.model_config, False)[0]
     assert [_compare_kernels(shape) for shape in shapes] == [1.0, pytest.approx(1 + 2 * (3 + 1) / kernels)]
+
+
+def test_adapters_of_the_trainer_are_further_kernels_and_operations() -> None:
+    targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    adapters = {"actor_config.lora_target_modules": targets, "actor_config.lora_r": 8, "actor_config.lora_alpha": 16}
+    keys = {"actor_config.tensor_model_parallel_size": 1, "rl_config.actor_resource.num_npus": 1, "rl_config.init_kl_coef": 0.0}
+    tree = apply_values(compose(*locate("grpo_tiny_cpu", None), []), {**keys, "rl_config.use_prefix_grouper": False})
+    dense, lora = (
+        plan_time(draft(build_run_config(apply_values(tree, more))), DEVICES["cpu"], samples=SampleMeans(5.0, 20.0))
+        for more in ({}, adapters)
+    )
+    # a layer has a norm, two products, three of the MLP, six others; each of four adapters two products, a scale and a sum;
+    # frozen weights have no gradient, so that an update is two forward passes and not three
+    assert lora.parts["update"]["host"] == pytest.approx(dense.parts["update"]["host"] * 2 / 3 * (12 + 16) / 12)
+    # 512 samples of 25 tokens; a layer's matrices are 128 x 256, 128 x 128, 128 x 768 and 384 x 128
+    elements = 4 * 8 * ((128 + 256) + (128 + 128) + (128 + 768) + (384 + 128))
+    more = lora.parts["update"]["computing"] - dense.parts["update"]["computing"] * 2 / 3
+    cpu = EFFICIENCIES["cpu"]["megatron"]
+    assert more == pytest.approx(512 * 25 * 2 * elements * 2 / (DEVICES["cpu"].flops * cpu.train))
+    assert lora.parts["resharding_to_infer"]["merging"] == pytest.approx(4 * cpu.pass_s * 16 / 12)
+    assert dense.parts["resharding_to_infer"]["merging"] == 0.0
+
+
+def test_torchs_attention_on_the_cpu_takes_short_blocks_of_each_head() -> None:
+    keys = {"actor_config.tensor_model_parallel_size": 1, "rl_config.actor_resource.num_npus": 1}
+    tree = apply_values(compose(*locate("grpo_tiny_cpu", None), []), {**keys, "rl_config.use_prefix_grouper": False})
+    run, means = draft(build_run_config(tree)), SampleMeans(5.0, 60.0)
+    plain, blocks, slower = (
+        plan_time(replace(run, attention=chosen), DEVICES["cpu"], samples=means)
+        for chosen in (None, KernelChoice("blocks", "as tried"), KernelChoice("torch", "as tried"))
+    )
+    assert plain.phases == blocks.phases
+    # 512 samples of 65 tokens, three blocks of up to 32; four layers of four heads; forward, and backward twice as long
+    more = slower.parts["update"]["host"] - plain.parts["update"]["host"]
+    assert more == pytest.approx(512 * 3 * 4 * 4 * 3 * EFFICIENCIES["cpu"]["megatron"].attention_s)
+    more = slower.parts["reference_model"]["host"] - plain.parts["reference_model"]["host"]
+    assert more == pytest.approx(512 * 3 * 4 * 4 * EFFICIENCIES["cpu"]["megatron"].attention_s)
+
+
+def test_short_rows_exchange_over_the_ranks_that_dynamic_context_parallelism_gives_them() -> None:
+    keys = {"rl_config__use_dynamic_bsz": True, "rl_config__max_packing_token_size": 16384}
+    keys |= {"rl_config__use_prefix_grouper": False}
+
+    def plan(size: int, **more: object) -> float:
+        made = planned("grpo_qwen3_8b_A3", 1000.0, **keys, actor_config__context_parallel_size=size, **more)
+        return made.parts["reference_model"]["collectives"]
+
+    def exchange(size: int) -> float:  # of a rank that has as many tokens whatever the size is
+        return (size - 1) / size
+
+    none, fixed = (plan(4, actor_config__dynamic_context_parallel=dynamic) for dynamic in (True, False))
+    half = plan(4, actor_config__dynamic_context_parallel=True, actor_config__min_dynamic_context_parallel_size=2)
+    # 1200 tokens fit into the 4096 of a device: nothing is exchanged between the ranks of a row
+    assert none < half < fixed
+    assert (half - none) / (fixed - none) == pytest.approx(exchange(2) / exchange(4))
+
+
+def test_a_step_of_int8_experts_reads_the_bytes_that_tokens_choose() -> None:
+    keys = {"generate_config.enable_expert_parallel": False, "generate_config.enforce_eager": False}
+    tree = apply_values(compose(*locate("grpo_qwen3_30b_a3b_A3_8dies", None), []), keys)
+    shapes = [
+        read_shape(draft(build_run_config(apply_values(tree, {"generate_config.quantization": name}))), DEVICES["A3"])
+        for name in (None, "int8")
+    ]
+    engines = [plan_engine(shape) for shape in shapes]
+    assert all(engines)
+    full, int8 = (_read_bytes(shape, engine.weights) for shape, engine in zip(shapes, engines) if engine is not None)
+    # 48 layers of 128 experts with three matrices of 2048 x 768, of which a token chooses 8
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert full(1000) - full(1) == pytest.approx(2 * experts * 120 / 128, rel=1e-6)
+    assert int8(1000) - int8(1) == pytest.approx(experts * 120 / 128, rel=1e-6)
+    assert 0 < int8(1) < full(1)

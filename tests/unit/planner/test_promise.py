@@ -293,13 +293,13 @@ def test_only_a_strict_run_ends() -> None:
 
 def test_a_run_compares_itself_with_its_promise_and_the_page_shows_it() -> None:
     run, _ = _draft("grpo_qwen3_8b_A3")
-    prediction = predict(run, SampleMeans(1000.0, 200.0))
+    prediction = predict(run, 200.0)
     low, high = prediction.promise.time.bounds(prediction.promise.time.phases["update"], "update")
-    figures = {"timing/update": 3 * high, "timing/rollout": 1.0, "response_length/mean": 3000.0, "prompt_length/mean": 200.0}
+    figures = {"timing/update": 3 * high, "timing/rollout": 1.0, "response_length/mean": 6000.0, "prompt_length/mean": 200.0}
     kept = prediction.compare(History([{"iteration": 1, **figures}]))["kept"]
     row = next(row for row in kept if row["name"] == "update")
     assert (row["low"], row["high"], row["measured"], row["broken"]) == (low, high, 3 * high, True)
-    assert "responses are longer, 3000 tokens in the mean instead of 1000" in row["cause"]
+    assert "responses are longer, 6000 tokens in the mean instead of 4096" in row["cause"]
     assert format_kept(kept).splitlines()[0].split() == ["promised", "measured", "cause"]
     assert any(line.startswith("! update") for line in format_kept(kept).splitlines())
 
@@ -354,9 +354,11 @@ def test_a_machine_without_these_files_has_no_figures(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- curves of earlier runs
 
 
-def _write_run(folder: Path, reward: Callable[[int], float], outcome: str = "finished", **keys: object) -> None:
+def _write_run(
+    folder: Path, reward: Callable[[int], float], outcome: str = "finished", *, length: int = 40, **keys: object
+) -> None:
     folder.mkdir(parents=True)
-    lines = (json.dumps({"iteration": index, "grpo/score/mean": reward(index)}) + "\n" for index in range(1, 41))
+    lines = (json.dumps({"iteration": index, "grpo/score/mean": reward(index)}) + "\n" for index in range(1, length + 1))
     (folder / "metrics.jsonl").write_text("".join(lines))
     written = {"megatron_training": {"lr": 1e-4, "seed": 1, **keys}, "rl_config": {"n_samples_per_prompt": 8}}
     (folder / "report.json").write_text(json.dumps({"title": "mine", "outcome": outcome, "config_set": written}))
@@ -377,6 +379,15 @@ def test_earlier_runs_of_the_same_run_file_make_a_band(tmp_path: Path) -> None:
     assert (first.first, first.last, last.last) == (1, 10, 40)
     assert (first.low, first.high) == (pytest.approx(0.055 - 0.0055), pytest.approx(0.11 + 0.0055))
     assert find_band(tmp_path / "new", "yours", written) is None
+    # a run has absolute paths, its run file those that the user wrote
+    _write_run(tmp_path / "plugins" / "a", lambda index: 0.5, length=4, external_plugins=["/a/reward.py"], load="/a/model")
+    own, others = (
+        {**written, "megatron_training": {"lr": 1e-4, "external_plugins": [name], "load": "model"}}
+        for name in ("reward.py", "other.py")
+    )
+    short = find_band(tmp_path / "plugins" / "new", "mine", own)
+    assert short is not None and [(window.first, window.last) for window in short.windows] == [(1, 4)]
+    assert find_band(tmp_path / "plugins" / "new", "mine", others) is None
     assert find_band(tmp_path / "new", "mine", {"megatron_training": {"lr": 2.0}}) is None
 
 
