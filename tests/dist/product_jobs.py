@@ -38,8 +38,7 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
-from mindspeed_rl.engine.lora import save_peft
-from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.engine.weights import list_local_weights
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
@@ -263,11 +262,10 @@ class OwnFleet:
 
     def _read_adapters(self, name: str, role: Any) -> dict[str, np.ndarray]:
         """Adapters of a role by the names of PEFT; nothing where there are none."""
-        settings = LoraSettings.from_config(role.config)
-        if settings is None:
+        if role.adapters is None:
             return {}
         folder = self._run.folder.parent / f"adapters_{name}_{next(self._folders)}"
-        save_peft(role.model, settings, folder, "")
+        role.adapters.save(folder, "")
         named = load_file(folder / "adapter_model.safetensors")
         return {key.removeprefix("base_model.model."): value.float().numpy() for key, value in named.items()}
 
@@ -279,14 +277,15 @@ class OwnFleet:
 
     def _digest(self) -> list[tuple[Any, str]]:
         """(tensors of the file and shard, digest of the bits) of every weight of the actor that this rank holds."""
+        actor = self._worker.actor
+        if isinstance(actor.engine, FsdpEngine):  # the ranks of a mesh's row have the shards of a copy
+            model = actor.engine.model
+            shard = dist.get_rank() % model.shards
+            return [((name, model.shards, shard), _digest(model.read_shard(name))) for name in model.names]
         found: list[tuple[Any, str]] = []
-        if self._worker.actor.config.engine == "fsdp":  # no weight is on two ranks
-            return found
-        for weight in list_local_weights(self._worker.actor.model):
-            # a copy: a storage that numpy has seen can't be emptied, which offloading does
-            bits = weight.tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+        for weight in list_local_weights(actor.model):
             shards = (weight.num_shards, weight.shard) if any(one.dim is not None for one in weight.op.splits) else (1, 0)
-            found.append(((weight.op.hf, *shards), hashlib.sha256(bits).hexdigest()))
+            found.append(((weight.op.hf, *shards), _digest(weight.tensor)))
         return found
 
     # ------------------------------------------------------------------ phases
@@ -466,6 +465,12 @@ def _run(resolved: Run, plane: SharedPlane, worker: ActorWorker, stops_after: in
         "greedy": greedy,
         "start": resolved.resume.iteration,
     }
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    # a copy: a storage that numpy has seen can't be emptied, which offloading does
+    bits = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(bits).hexdigest()
 
 
 def _noted(greedy: list[list[float]], values: torch.Tensor) -> torch.Tensor:
