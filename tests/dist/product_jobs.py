@@ -7,6 +7,7 @@ exchanged after each phase. Each rank reports what the iterations read and made.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import io
@@ -42,7 +43,9 @@ from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.engine.weights import list_local_weights
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.rewards.samples import RewardResult, RewardSample
+from mindspeed_rl.rewards.judge import Judge
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
+from mindspeed_rl.rewards.scorer import read_score
 from mindspeed_rl.rewards.totals import add_trajectory_rewards
 from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -58,6 +61,7 @@ from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS, RLInputs, _Services
 from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.termination import Terminated, Termination
 from mindspeed_rl.workers.actor_worker import ActorWorker
+from mindspeed_rl.workers.reward_group import SampleReader
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
 #: columns of the rows that an iteration trains on; those that a run has not are left out
@@ -84,6 +88,22 @@ class Evaluated:
     sampling: EvaluationSampling
     is_average: bool
     trajectories: Sequence[Trajectory]
+
+
+@dataclass(frozen=True)
+class Played:
+    """A response of an opponent.
+
+    Attributes:
+        adapter: name of the snapshot.
+        temperature: temperature of its tokens; 0 for the most likely ones.
+    """
+
+    adapter: str
+    temperature: float
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
 
 
 class SharedPlane:
@@ -168,8 +188,12 @@ class OwnRewards:
 
     accuracies = frozenset(("product_rewards:even",))
 
-    def __init__(self, run: Run, plane: SharedPlane) -> None:
+    def __init__(self, run: Run, plane: SharedPlane, tokenizer_path: str) -> None:
         self._rl, self._plane = run.rl, plane
+        self._samples = SampleReader(load_tokenizer(tokenizer_path), "response", run.config.response_limit)
+        self._judge: Judge | None = None
+        if run.rl.judge_url is not None:
+            self._judge = Judge(RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
 
     def start(self, num_rows: int) -> _Later:
         return _Later(self, num_rows)
@@ -187,15 +211,25 @@ class OwnRewards:
         return self._score([trajectory.token_ids for trajectory in trajectories], columns)
 
     def _score(self, responses: list[list[int]], trajectories: list[Mapping[str, Any]]) -> list[RewardResult]:
-        functions = self._rl.verifier_function if self._rl.rule_reward else []
+        functions, weights = select_reward_functions(self._rl)
+        judged = asyncio.run(self._ask_judges(responses)) if self._judge is not None else [None] * len(responses)
         results = []
-        for response in responses:
-            parts = {name: getattr(product_rewards, name.rpartition(":")[2])(list(response)) for name in functions}
-            total = sum(weight * parts[name] for name, weight in zip(functions, self._rl.verifier_weight))
+        for response, opinion in zip(responses, judged, strict=True):
+            scores = {name: getattr(product_rewards, name.rpartition(":")[2]) for name in functions if name != "judge"}
+            parts = {name: score(list(response)) for name, score in scores.items()}
+            parts |= {} if opinion is None else {"judge": opinion}
+            total = sum(weight * parts[name] for name, weight in zip(functions, weights))
             results.append(RewardResult(total, parts) if functions else RewardResult(None, {}, "skipped"))
         return add_trajectory_rewards(
             results, trajectories, which=self._rl.trajectory_reward, weight=self._rl.trajectory_reward_weight
         )
+
+    async def _ask_judges(self, responses: Sequence[list[int]]) -> list[float]:
+        """Scores of the package's judge, which asks the servers."""
+        assert self._judge is not None
+        samples = [self._samples.read([], list(ids), None, {}, False) for ids in responses]
+        scores = [read_score(score) for score in await asyncio.gather(*map(self._judge, samples))]
+        return [score[0] for score in scores if score is not None]
 
 
 class OwnAudit:
@@ -220,6 +254,7 @@ class OwnFleet:
 
     Attributes:
         records: one of each iteration.
+        opponents: what adapters of earlier versions have sampled on this rank.
     """
 
     servers = judge = None
@@ -232,6 +267,9 @@ class OwnFleet:
         self._record: dict[str, Any] = {}
         self._has_average = False  # the engine, in place of the weights
         self._folders = itertools.count()
+        self.opponents: list[Played] = []
+        if run.rl.opponents.roles:
+            self._note_opponents(worker.rollout.engine)
         for name, role in (("update_actor", worker.roles.actor), ("update_critic", worker.roles.critic)):
             if role is not None:
                 role.engine.on_gradients.append(lambda name=name, role=role: self._note_step(name, role))
@@ -245,6 +283,26 @@ class OwnFleet:
         return results
 
     # ------------------------------------------------------------------ records
+
+    def _note_opponents(self, engine: Any) -> None:
+        """Note the responses of the engine's requests that have an adapter of their own."""
+        add_request, step, running = engine.add_request, engine.step, dict[str, tuple[Any, Any]]()
+
+        def add(name: str, prompt_ids: Sequence[int], sampling: Any, seed: int) -> None:
+            add_request(name, prompt_ids, sampling, seed)
+            running[name] = list(prompt_ids), sampling
+
+        def make_step() -> Any:
+            ended = step()
+            for name, completion in ended:
+                prompt_ids, sampling = running.pop(name)
+                if sampling.adapter:
+                    tokens = list(completion.token_ids)
+                    of = (sampling.adapter, sampling.temperature)
+                    self.opponents.append(Played(*of, prompt_ids, tokens, list(completion.log_probs)))
+            return ended
+
+        engine.add_request, engine.step = add, make_step
 
     def _note_step(self, name: str, role: Any) -> None:
         self._composition.steps[name].append([])
@@ -417,10 +475,11 @@ def _in_turn(call: Callable[[], Any]) -> Callable[[], Any]:
 
 def _run(resolved: Run, plane: SharedPlane, worker: ActorWorker, stops_after: int | None) -> dict[str, Any]:
     fleet: Any = OwnFleet(resolved, plane, worker)
-    rewards: Any = OwnRewards(resolved, plane)
     tokenizer_path = resolved.config.actor_config.tokenizer_name_or_path
     assert tokenizer_path is not None and resolved.resume is not None
+    rewards: Any = OwnRewards(resolved, plane, tokenizer_path)
     tokenizer = load_tokenizer(tokenizer_path)
+    product_rewards.PLAYED.clear()
     prompts, held_out = load_prompts(resolved, tokenizer)
     devices = resolved.plan.world_size
     inputs = RLInputs(
@@ -463,6 +522,8 @@ def _run(resolved: Run, plane: SharedPlane, worker: ActorWorker, stops_after: in
         "records": fleet.records if dist.get_rank() == 0 else [_small(record) for record in fleet.records],
         "metrics": [line for line in lines if line["iteration"]],
         "greedy": greedy,
+        "played": list(product_rewards.PLAYED),
+        "opponents": fleet.opponents,
         "start": resolved.resume.iteration,
     }
 

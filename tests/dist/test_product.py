@@ -10,14 +10,17 @@ is equal to the file, with the day.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import product_jobs as jobs
+import product_judges
 import pytest
 from product_runs import (
     BY_NAME,
@@ -26,6 +29,7 @@ from product_runs import (
     ProductRun,
     Rules,
     cover,
+    find_last_day,
     list_pairs,
     make_folders,
     plain_objective,
@@ -59,8 +63,9 @@ _SOME = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return make_folders(tmp_path_factory.mktemp("models"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
+    with product_judges.serve() as judges:
+        yield make_folders(tmp_path_factory.mktemp("models"), judges)
 
 
 def build(names: frozenset[str], seed: int, folders: Folders, folder: Path) -> ProductRun:
@@ -228,6 +233,22 @@ def test_every_ingredient_is_a_run_and_every_name_has_a_record(folders: Folders,
     for name in BY_NAME:
         why, _ = rules.refusal_of_all([name])
         assert not why, f"{name}: {why}"
+
+
+def test_the_last_day_of_a_pair_is_that_of_its_newest_run_of_the_same_precision() -> None:
+    rows = json.loads((Path(__file__).parent / "product_compared.json").read_text())
+    expected: dict[tuple[Any, ...], str] = {}
+    for day, _, names in rows:
+        is_rough = any(name in names for name in ("bf16", "bf16_sums", "gated_delta", "dropout"))
+        for pair in itertools.combinations(sorted(names), 2):
+            key = (*pair, is_rough)
+            expected[key] = max(day, expected.get(key, ""))
+    assert len({(one, other) for one, other, _ in expected}) > 2000
+    runs = read_comparisons()
+    for one, other in itertools.combinations(sorted(BY_NAME), 2):
+        for is_rough in (False, True):
+            day = find_last_day(frozenset((one, other)), is_rough, runs)
+            assert day == expected.get((one, other, is_rough), "never")
 
 
 def test_the_traceback_of_a_failed_rank_reaches_the_reason(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
