@@ -1,7 +1,7 @@
 """Prints the product of features: python tests/product_matrix.py
 
-Each pair of the ingredients of `tests/dist/product_runs.py` is allowed by the rules of the package, and then in one of the runs
-that `tests/dist/test_product.py` compares with a reference, or is refused, with the rule.
+Each pair of the ingredients of `tests/dist/product_runs.py` is allowed by the rules of the package, and has then the last day
+on which a run with both has equalled its reference (`tests/dist/product_compared.json`), or is refused, with the rule.
 """
 
 from __future__ import annotations

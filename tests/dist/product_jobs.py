@@ -7,6 +7,7 @@ exchanged after each phase. Each rank reports what the iterations read and made.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import io
@@ -38,12 +39,13 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
-from mindspeed_rl.engine.lora import save_peft
-from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.engine.weights import list_local_weights
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.rewards.samples import RewardResult, RewardSample
+from mindspeed_rl.rewards.judge import Judge
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
+from mindspeed_rl.rewards.scorer import read_score
 from mindspeed_rl.rewards.totals import add_trajectory_rewards
 from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -59,6 +61,7 @@ from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS, RLInputs, _Services
 from mindspeed_rl.trainers.run_logger import LogOutputs
 from mindspeed_rl.trainers.termination import Terminated, Termination
 from mindspeed_rl.workers.actor_worker import ActorWorker
+from mindspeed_rl.workers.reward_group import SampleReader
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
 #: columns of the rows that an iteration trains on; those that a run has not are left out
@@ -85,6 +88,22 @@ class Evaluated:
     sampling: EvaluationSampling
     is_average: bool
     trajectories: Sequence[Trajectory]
+
+
+@dataclass(frozen=True)
+class Played:
+    """A response of an opponent.
+
+    Attributes:
+        adapter: name of the snapshot.
+        temperature: temperature of its tokens; 0 for the most likely ones.
+    """
+
+    adapter: str
+    temperature: float
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
 
 
 class SharedPlane:
@@ -169,8 +188,12 @@ class OwnRewards:
 
     accuracies = frozenset(("product_rewards:even",))
 
-    def __init__(self, run: Run, plane: SharedPlane) -> None:
+    def __init__(self, run: Run, plane: SharedPlane, tokenizer_path: str) -> None:
         self._rl, self._plane = run.rl, plane
+        self._samples = SampleReader(load_tokenizer(tokenizer_path), "response", run.config.response_limit)
+        self._judge: Judge | None = None
+        if run.rl.judge_url is not None:
+            self._judge = Judge(RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
 
     def start(self, num_rows: int) -> _Later:
         return _Later(self, num_rows)
@@ -188,15 +211,25 @@ class OwnRewards:
         return self._score([trajectory.token_ids for trajectory in trajectories], columns)
 
     def _score(self, responses: list[list[int]], trajectories: list[Mapping[str, Any]]) -> list[RewardResult]:
-        functions = self._rl.verifier_function if self._rl.rule_reward else []
+        functions, weights = select_reward_functions(self._rl)
+        judged = asyncio.run(self._ask_judges(responses)) if self._judge is not None else [None] * len(responses)
         results = []
-        for response in responses:
-            parts = {name: getattr(product_rewards, name.rpartition(":")[2])(list(response)) for name in functions}
-            total = sum(weight * parts[name] for name, weight in zip(functions, self._rl.verifier_weight))
+        for response, opinion in zip(responses, judged, strict=True):
+            scores = {name: getattr(product_rewards, name.rpartition(":")[2]) for name in functions if name != "judge"}
+            parts = {name: score(list(response)) for name, score in scores.items()}
+            parts |= {} if opinion is None else {"judge": opinion}
+            total = sum(weight * parts[name] for name, weight in zip(functions, weights))
             results.append(RewardResult(total, parts) if functions else RewardResult(None, {}, "skipped"))
         return add_trajectory_rewards(
             results, trajectories, which=self._rl.trajectory_reward, weight=self._rl.trajectory_reward_weight
         )
+
+    async def _ask_judges(self, responses: Sequence[list[int]]) -> list[float]:
+        """Scores of the package's judge, which asks the servers."""
+        assert self._judge is not None
+        samples = [self._samples.read([], list(ids), None, {}, False) for ids in responses]
+        scores = [read_score(score) for score in await asyncio.gather(*map(self._judge, samples))]
+        return [score[0] for score in scores if score is not None]
 
 
 class OwnAudit:
@@ -221,6 +254,7 @@ class OwnFleet:
 
     Attributes:
         records: one of each iteration.
+        opponents: what adapters of earlier versions have sampled on this rank.
     """
 
     servers = judge = None
@@ -233,6 +267,9 @@ class OwnFleet:
         self._record: dict[str, Any] = {}
         self._has_average = False  # the engine, in place of the weights
         self._folders = itertools.count()
+        self.opponents: list[Played] = []
+        if run.rl.opponents.roles:
+            self._note_opponents(worker.rollout.engine)
         for name, role in (("update_actor", worker.roles.actor), ("update_critic", worker.roles.critic)):
             if role is not None:
                 role.engine.on_gradients.append(lambda name=name, role=role: self._note_step(name, role))
@@ -246,6 +283,26 @@ class OwnFleet:
         return results
 
     # ------------------------------------------------------------------ records
+
+    def _note_opponents(self, engine: Any) -> None:
+        """Note the responses of the engine's requests that have an adapter of their own."""
+        add_request, step, running = engine.add_request, engine.step, dict[str, tuple[Any, Any]]()
+
+        def add(name: str, prompt_ids: Sequence[int], sampling: Any, seed: int) -> None:
+            add_request(name, prompt_ids, sampling, seed)
+            running[name] = list(prompt_ids), sampling
+
+        def make_step() -> Any:
+            ended = step()
+            for name, completion in ended:
+                prompt_ids, sampling = running.pop(name)
+                if sampling.adapter:
+                    tokens = list(completion.token_ids)
+                    of = (sampling.adapter, sampling.temperature)
+                    self.opponents.append(Played(*of, prompt_ids, tokens, list(completion.log_probs)))
+            return ended
+
+        engine.add_request, engine.step = add, make_step
 
     def _note_step(self, name: str, role: Any) -> None:
         self._composition.steps[name].append([])
@@ -263,11 +320,10 @@ class OwnFleet:
 
     def _read_adapters(self, name: str, role: Any) -> dict[str, np.ndarray]:
         """Adapters of a role by the names of PEFT; nothing where there are none."""
-        settings = LoraSettings.from_config(role.config)
-        if settings is None:
+        if role.adapters is None:
             return {}
         folder = self._run.folder.parent / f"adapters_{name}_{next(self._folders)}"
-        save_peft(role.model, settings, folder, "")
+        role.adapters.save(folder, "")
         named = load_file(folder / "adapter_model.safetensors")
         return {key.removeprefix("base_model.model."): value.float().numpy() for key, value in named.items()}
 
@@ -279,14 +335,15 @@ class OwnFleet:
 
     def _digest(self) -> list[tuple[Any, str]]:
         """(tensors of the file and shard, digest of the bits) of every weight of the actor that this rank holds."""
+        actor = self._worker.actor
+        if isinstance(actor.engine, FsdpEngine):  # the ranks of a mesh's row have the shards of a copy
+            model = actor.engine.model
+            shard = dist.get_rank() % model.shards
+            return [((name, model.shards, shard), _digest(model.read_shard(name))) for name in model.names]
         found: list[tuple[Any, str]] = []
-        if self._worker.actor.config.engine == "fsdp":  # no weight is on two ranks
-            return found
-        for weight in list_local_weights(self._worker.actor.model):
-            # a copy: a storage that numpy has seen can't be emptied, which offloading does
-            bits = weight.tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+        for weight in list_local_weights(actor.model):
             shards = (weight.num_shards, weight.shard) if any(one.dim is not None for one in weight.op.splits) else (1, 0)
-            found.append(((weight.op.hf, *shards), hashlib.sha256(bits).hexdigest()))
+            found.append(((weight.op.hf, *shards), _digest(weight.tensor)))
         return found
 
     # ------------------------------------------------------------------ phases
@@ -418,10 +475,11 @@ def _in_turn(call: Callable[[], Any]) -> Callable[[], Any]:
 
 def _run(resolved: Run, plane: SharedPlane, worker: ActorWorker, stops_after: int | None) -> dict[str, Any]:
     fleet: Any = OwnFleet(resolved, plane, worker)
-    rewards: Any = OwnRewards(resolved, plane)
     tokenizer_path = resolved.config.actor_config.tokenizer_name_or_path
     assert tokenizer_path is not None and resolved.resume is not None
+    rewards: Any = OwnRewards(resolved, plane, tokenizer_path)
     tokenizer = load_tokenizer(tokenizer_path)
+    product_rewards.PLAYED.clear()
     prompts, held_out = load_prompts(resolved, tokenizer)
     devices = resolved.plan.world_size
     inputs = RLInputs(
@@ -464,8 +522,16 @@ def _run(resolved: Run, plane: SharedPlane, worker: ActorWorker, stops_after: in
         "records": fleet.records if dist.get_rank() == 0 else [_small(record) for record in fleet.records],
         "metrics": [line for line in lines if line["iteration"]],
         "greedy": greedy,
+        "played": list(product_rewards.PLAYED),
+        "opponents": fleet.opponents,
         "start": resolved.resume.iteration,
     }
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    # a copy: a storage that numpy has seen can't be emptied, which offloading does
+    bits = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(bits).hexdigest()
 
 
 def _noted(greedy: list[list[float]], values: torch.Tensor) -> torch.Tensor:

@@ -16,22 +16,30 @@ def low(response_ids: list[int]) -> float:
     return float(bool(response_ids) and response_ids[0] < 64)
 
 
+#: texts of left and right in the episodes of `Pair` that have ended in this process
+PLAYED: list[tuple[str, str]] = []
+
+
 class Pair:
     """Two roles that speak once each: left earns a point for each letter a, and loses one to right for each b of right's."""
 
     roles = ("left", "right")
 
+    def __init__(self) -> None:
+        self._texts = dict.fromkeys(self.roles, "")
+
     async def reset(self, row: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
         return "left", []
 
     async def step(self, role: str, text: str) -> tuple[dict[str, float], str | None, list[dict[str, Any]]]:
+        self._texts[role] = text
         if role == "left":
             return {"left": float(text.count("a"))}, "right", [{"role": "user", "content": "more="}]
         won = float(text.count("b"))
         return {"left": -won, "right": won}, None, []
 
     async def close(self) -> None:
-        pass
+        PLAYED.append((self._texts["left"], self._texts["right"]))
 
 
 class TwoTurns:

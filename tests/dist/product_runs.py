@@ -1,6 +1,6 @@
 """The product of features: ingredients of a run file, which pairs of them the rules allow, and runs that cover all of these.
 
-    .venv/bin/python tests/product_matrix.py     # the matrix: runs and last day of each allowed pair, rule of each refused one
+    .venv/bin/python tests/product_matrix.py     # the matrix: last day of each allowed pair, rule of each refused one
 
 `test_product.py` compares the runs with `slow_product.py`. An ingredient is a record; a new one is a line in INGREDIENTS.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import product_judges
 import product_rewards
 import tiny_hf
 import tiny_prediction
@@ -72,6 +73,10 @@ class Ingredient:
 
 _REFERENCE = "transformers in float64: log-probs, loss, gradients, weights after the step"
 _SAME = "the same reference, which knows nothing of it"
+
+
+#: weight of the judges' score in the total
+JUDGES_WEIGHT = 0.25
 
 
 def _train(**keys: Any) -> Mapping[str, Keys]:
@@ -187,6 +192,18 @@ INGREDIENTS = [
     Ingredient("lumped", _few_tokens("lump"), _REFERENCE, needs=("distillation",)),
     Ingredient("renormalized", _few_tokens("renormalize"), _REFERENCE, needs=("distillation",)),
     Ingredient(
+        "teachers_alone",
+        _rl(distillation={"use_task_rewards": False}),
+        "the divergence without a policy's loss; advantages of rewards of 0",
+        needs=("distillation",),
+    ),
+    Ingredient(
+        "mixed",
+        _rl(distillation={"on_policy_fraction": 0.5, "response_column": "labels", "supervised_coef": 0.2}),
+        "one of both iterations has the tokens of the data, chosen by the formula; divergence and -log q of them",
+        needs=("teachers_alone", "distillation"),
+    ),
+    Ingredient(
         "recorded_old",
         _rl(old_log_probs="rollout", old_log_probs_check_fraction=0.5),
         "transformers, with the recorded log-probs as the old policy's",
@@ -221,6 +238,17 @@ INGREDIENTS = [
         "roles",
         _rl(multi_turn_enable=True, agent_loop="roles", environment="product_rewards:Pair", max_total_response_length=36),
         "advantages of each role by its own rewards, from the tokens",
+    ),
+    Ingredient(
+        "opponents",
+        _rl(opponents={"roles": ["left", "right"], "share": 0.7, "interval": 1, "size": 2}),
+        "log-probs of its tokens by the weights of its version; rewards of the other role from the texts of both",
+        needs=("roles", "lora", "adapter_push"),
+    ),
+    Ingredient(
+        "judges",
+        _rl(judge_vote="median", judge_weight=JUDGES_WEIGHT),
+        "rewards: the median of three judges' scores, from the tokens",
     ),
     Ingredient("levels", _rl(prompt_level_key="level", prompt_level_prompts=4, prompt_level_pass_rate=0.4), "levels by hand"),
     Ingredient("partial", _rl(partial_rollout_max_split=2, guarantee_order=False), "versions of tokens"),
@@ -267,6 +295,13 @@ INGREDIENTS = [
     Ingredient("delta_sync", _generate(update_weight_mode="delta"), _SAME),
     Ingredient("resumed", {"megatron_training": {"save_interval": 1}, "actor_config": {"save": "SAVE"}}, "the next iteration"),
 ]
+#: features that are no ingredient -> why, and what combines them with others instead
+NOT_HERE = {
+    "elastic_rollout": "its servers are processes of their own, and the time decides how long those on the trainers' devices "
+    "generate, so that no run repeats; tests/e2e/test_random_modes.py draws complete runs with it",
+    "videos": "the processes of these runs do not load models of images, and the reference reads tokens alone; "
+    "tests/e2e/test_random_modes.py draws complete runs with them, tests/dist/test_video_layouts.py has the layouts",
+}
 #: what no number of training depends on
 SILENT = frozenset(("evaluated", "averaged", "audited"))
 #: texts and tokens that end a response
@@ -315,6 +350,7 @@ class ProductRun:
         path: the run file.
         written: its keys.
         keys: the same, each role with those that all roles share.
+        played: texts of both roles in the episodes of the run.
     """
 
     names: frozenset[str]
@@ -326,6 +362,8 @@ class ProductRun:
     written: dict[str, Any] = field(default_factory=dict)
     size: int = 1
     model: str = "untied"
+    played: list[tuple[str, str]] = field(default_factory=list)
+    _tokenizer: Any = None
     _num_open: int = 1  # levels of prompts
 
     def build(self, folders: Mapping[str, Mapping[str, str]], folder: Path) -> None:
@@ -367,6 +405,14 @@ class ProductRun:
         if "distillation" in keys["rl_config"]:
             term = keys["rl_config"]["distillation"]
             term |= _choose_divergence(self.seed) | term | {"teacher_models": [mine["teacher"]]}
+            if "teachers_alone" in self.names:
+                del term["distillation_loss_coef"]  # which is next to rewards that train
+            if "mixed" in self.names:
+                term["on_policy_fraction"] = sum(self._draw_mixture(iteration) for iteration in (1, 2)) / 2
+        if "judges" in self.names:
+            url, (first, *others) = mine["judges"], product_judges.JUDGES
+            keys["rl_config"] |= {"judge_url": url, "judge_model": first, "judge_prompt": mine["judge_prompt"]}
+            keys["rl_config"]["judge_panel"] = [f"{model}@{url}" for model in others]
         for role, kind in (("actor_config", "actor"), ("critic_config", "critic")) if "resumed" in self.names else ():
             if role in keys:
                 save = str(folder / f"{kind}-save")
@@ -377,6 +423,17 @@ class ProductRun:
         for role in ("actor_config", "critic_config"):
             if role in keys:
                 keys[role] = {"muon_momentum": 0.95} | keys["megatron_training"] | keys[role]
+
+    def _draw_mixture(self, iteration: int) -> float:
+        """Number below the fraction where the student samples an iteration: ms-swift's, of the seed and the steps before it."""
+        steps = 4 if "mini_batches" in self.names else 1
+        return random.Random(self.seed % 1000 + (iteration - 1) * steps).random()
+
+    def samples_responses(self, iteration: int) -> bool:
+        """Whether the student samples the responses of an iteration."""
+        if "mixed" not in self.names:
+            return True
+        return self._draw_mixture(iteration) < self.keys["rl_config"]["distillation"]["on_policy_fraction"]
 
     def write(self, folder: Path) -> None:
         """Write the run file."""
@@ -439,23 +496,49 @@ class ProductRun:
         """Version of the weights that train in an iteration."""
         return int(metrics["iteration"]) - 1
 
-    def score(self, row: Row) -> float:
-        """The total reward of the tokens of a response."""
-        points = sum(self.score_roles(row).values()) if "roles" in self.names else 0.0
+    def score(self, row: Row, reward: float | None = None) -> float:
+        """The total reward of the tokens of a response; for the reward see `score_roles`."""
+        points = sum(self.score_roles(row, reward).values()) if "roles" in self.names else 0.0
+        if "judges" in self.names:
+            points += JUDGES_WEIGHT * product_judges.score(row.response)
         if "agents" in self.names:
-            points = sum(_count_a(tokens) for sequence in row.sequences for tokens, sampled in sequence.stretches if sampled)
+            points += sum(_count_a(tokens) for sequence in row.sequences for tokens, sampled in sequence.stretches if sampled)
         return product_rewards.even(row.response) + 0.5 * product_rewards.low(row.response) + points
 
-    def score_roles(self, row: Row) -> dict[str, float]:
-        """The points of each role that has spoken, in the order of their sequences; see `product_rewards.Pair`."""
+    def score_roles(self, row: Row, reward: float | None = None) -> dict[str, float]:
+        """The points of each role that has spoken, in the order of their sequences; see `product_rewards.Pair`.
+
+        Args:
+            row: a role that an opponent plays has no sequence.
+            reward: the reward of the row, which decides between episodes in which the other role has said the same.
+        """
         own = [sequence.response for sequence in row.sequences]
         assert len(own) <= 2, "a role has more than one sequence"
+        if "opponents" in self.names and len(own) == 1:
+            if bytes(row.sequences[0].prompt).endswith(b"more="):
+                return {"right": float(own[0].count(ord("b")))}
+            said = self._decode_turn(own[0])
+            lost_to = {right.count("b") for left, right in self.played if left == said}
+            assert lost_to, f"no episode has left say {said!r}"
+            rest = product_rewards.even(own[0]) + 0.5 * product_rewards.low(own[0])
+            rest += JUDGES_WEIGHT * product_judges.score(own[0]) if "judges" in self.names else 0.0
+            points = [float(_count_a(own[0]) - lost) for lost in sorted(lost_to)]
+            return {"left": min(points, key=lambda value: 0.0 if reward is None else abs(value + rest - reward))}
         lost = own[1].count(ord("b")) if len(own) == 2 else 0
         return dict(list({"left": float(_count_a(own[0]) - lost), "right": float(lost)}.items())[: len(own)])
 
+    def _decode_turn(self, tokens: list[int]) -> str:
+        """The text of a turn, as an environment gets it."""
+        ends = (1, *(STOP_TOKENS if "stop_tokens" in self.names else ()))
+        if self._tokenizer is None:
+            self._tokenizer = _tokenizer()
+        text = self._tokenizer.decode(tokens[:-1] if tokens[-1:] and tokens[-1] in ends else tokens)
+        assert isinstance(text, str)
+        return text
+
     def check_reward(self, row: Row, reward: float, columns: Mapping[str, Any], index: int) -> None:
         """The total reward follows from the tokens."""
-        expected = self.score(row)
+        expected = self.score(row, reward)
         if expected != 0.0 or reward != 0.0:
             assert abs(reward - expected) < 1e-5, f"reward of row {index}: {reward} instead of {expected}"
 
@@ -584,8 +667,8 @@ def _base(seed: int, group_size: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------- folders
 
 
-def make_folders(root: Path) -> dict[str, dict[str, str]]:
-    """Model -> folders of its roles, and the prompts."""
+def make_folders(root: Path, judges: str = "http://127.0.0.1:9/v1") -> dict[str, dict[str, str]]:
+    """Model -> folders of its roles, the prompts, and the address and the prompt of judges."""
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     results = {}
@@ -597,6 +680,7 @@ def make_folders(root: Path) -> dict[str, dict[str, str]]:
             _tokenizer().save_pretrained(folder / role)
         results[name] = {role: str(folder / role) for role in ("actor", "ref", "teacher")}
         results[name] |= {kind: str(root / f"{kind}.jsonl") for kind in _FILES}
+        results[name] |= {"judges": judges, "judge_prompt": str(root / "judge.txt")}
         if name in _CRITICS:
             torch.manual_seed(13)
             config = copy.deepcopy(tiny_hf.CONFIGS[name])
@@ -605,6 +689,7 @@ def make_folders(root: Path) -> dict[str, dict[str, str]]:
             tiny_hf.spread(critic, 3.0)
             critic.save_pretrained(folder / "critic")
             results[name]["critic"] = str(folder / "critic")
+    (root / "judge.txt").write_text(product_judges.PROMPT)
     for place, (kind, count) in enumerate({"prompts": _NUM_PROMPTS, "held_out": 4, "others": 5}.items()):
         rows = _make_rows(random.Random(5 + place), count)
         # the plain columns have other columns' names
@@ -727,11 +812,7 @@ def cover(
         compared: runs whose pairs need no further one.
     """
     r, results = random.Random(seed), []
-    left = {
-        pair: option
-        for pair, option in pairs.items()
-        if _find_last_day(pair, bool(option & _ROUGH), compared) == _NEVER
-    }
+    left = {pair: option for pair, option in pairs.items() if find_last_day(pair, bool(option & _ROUGH), compared) == _NEVER}
     while left:
         # exact pairs first: sets of them have no others
         first = min(
@@ -796,7 +877,7 @@ def read_comparisons() -> list[Compared]:
     return [Compared(day, seed, frozenset(names)) for day, seed, names in json.loads(_COMPARED.read_text())]
 
 
-def _find_last_day(pair: frozenset[str], is_rough: bool, runs: Iterable[Compared]) -> str:
+def find_last_day(pair: frozenset[str], is_rough: bool, runs: Iterable[Compared]) -> str:
     """The last day on which a pair was compared; a pair of exact ingredients is not compared by a run that is rough."""
     return max((run.day for run in runs if pair <= run.names and bool(run.names & _ROUGH) == is_rough), default=_NEVER)
 
@@ -805,20 +886,18 @@ def print_matrix(root: Path) -> None:
     """Print the pairs; models and run files are made below the folder."""
     rules = Rules(make_folders(root / "models"), root / "run")
     allowed, refused = list_pairs(rules)
-    runs = cover(rules, allowed)
-    total = len(BY_NAME) * (len(BY_NAME) - 1) // 2
-    rules_say = {pair: why for pair, why in refused.items() if not why.startswith(_APART)}
-    counts = f"{len(allowed)} are allowed, and compared in {len(runs)} runs; the rules refuse {len(rules_say)}"
-    print(f"{len(BY_NAME)} ingredients are {total} pairs: {counts}")
-    print(f"{len(refused) - len(rules_say)} pairs are apart: they need different models, or values of a key")
-    for number, names in enumerate(runs):
-        print(f"run {number}: {', '.join(sorted(names))}")
     compared = read_comparisons()
-    for pair in sorted(allowed, key=sorted):
-        is_rough = bool(allowed[pair] & _ROUGH)
-        where = [number for number, names in enumerate(runs) if pair <= names and bool(names & _ROUGH) == is_rough]
-        last = _find_last_day(pair, is_rough, compared)
-        print(f"allowed  {' x '.join(sorted(pair))}: run {', '.join(map(str, where))}, last compared: {last}")
+    days = {pair: find_last_day(pair, bool(option & _ROUGH), compared) for pair, option in allowed.items()}
+    never = sum(day == _NEVER for day in days.values())
+    rules_say = {pair: why for pair, why in refused.items() if not why.startswith(_APART)}
+    total = len(BY_NAME) * (len(BY_NAME) - 1) // 2
+    print(f"{len(BY_NAME)} ingredients are {total} pairs; the rules allow {len(allowed)} and refuse {len(rules_say)}")
+    print(f"{len(refused) - len(rules_say)} pairs are apart: they need different models, or values of a key")
+    print(f"of the allowed pairs {len(allowed) - never} have been compared in {len(compared)} runs, and {never} never")
+    for name, why in NOT_HERE.items():
+        print(f"{name} is no ingredient: {why}")
+    for pair, day in sorted(days.items(), key=lambda item: sorted(item[0])):
+        print(f"allowed  {' x '.join(sorted(pair))}: last compared: {day}")
     for pair, why in sorted(refused.items(), key=lambda item: sorted(item[0])):
         kind = "refused" if pair in rules_say else "apart  "
         print(f"{kind}  {' x '.join(sorted(pair))}: {why.removeprefix(_APART)[:160]}")

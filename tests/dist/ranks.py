@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,15 @@ _GRACE_S = 3.0
 
 
 class RankFailureError(AssertionError):
-    """A job failed on a rank, or did not end in time; the message holds what each rank said."""
+    """A job failed on a rank, or did not end in time; the message holds what each rank said.
+
+    Attributes:
+        tracebacks: rank -> the whole traceback of a rank that raised, those that raised first before others.
+    """
+
+    def __init__(self, message: str, tracebacks: Mapping[int, str]) -> None:
+        super().__init__(message)
+        self.tracebacks = tracebacks
 
 
 def _import_training() -> None:
@@ -116,7 +124,8 @@ class Ranks:
             return [answers[rank][1] for rank in range(self.size)]
         texts = [self._text(rank, answers.get(rank)) for rank in range(self.size)]
         self.close()
-        raise RankFailureError(f"{job.__qualname__}({settings}) on {self.size} ranks:\n" + "\n".join(texts))
+        tracebacks = {rank: said for rank, (fine, said) in answers.items() if not fine}
+        raise RankFailureError(f"{job.__qualname__}({settings}) on {self.size} ranks:\n" + "\n".join(texts), tracebacks)
 
     def _text(self, rank: int, answer: tuple[bool, Any] | None) -> str:
         said = "no answer in time" if answer is None else "done" if answer[0] else answer[1][-3000:]

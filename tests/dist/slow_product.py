@@ -20,7 +20,7 @@ import product_rewards
 import tiny_prediction
 import torch
 import transformers
-from product_runs import STOP_TEXTS, STOP_TOKENS, ProductRun
+from product_runs import JUDGES_WEIGHT, STOP_TEXTS, STOP_TOKENS, ProductRun
 from random_run_jobs import merge_compositions
 from random_runs import RandomRun, Row, RowSequence
 from safetensors.torch import load_file
@@ -186,19 +186,27 @@ class SlowIteration(SlowRun):
     Attributes:
         recorded: columns of its rows.
         before: weights of the roles before it, and the adapters.
+        is_sampled: the student has sampled its responses, which come from the data otherwise.
         product: the run.
     """
 
     before: Mapping[str, Any] = field(default_factory=dict)
     recorded: dict[str, list[Any]] = field(default_factory=dict)
     product: ProductRun = field(kw_only=True)
+    is_sampled: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if "judges" in self.product.names:
+            names, weights = self.rl["verifier_function"], self.rl["verifier_weight"]
+            weights = [*weights, JUDGES_WEIGHT]
+            self.rl = self.rl | {"verifier_function": [*names, "judge"], "verifier_weight": weights}
         if self.product.names & {"agents", "roles"}:  # the environment's points are a part of the reward
             names, weights = self.rl["verifier_function"], self.rl["verifier_weight"]
             self.rl = self.rl | {"verifier_function": [*names, "trajectory"], "verifier_weight": [*weights, 1.0]}
         self.rollout = [torch.from_numpy(values.copy()).double() for values in self.recorded["rollout_log_probs"]]
+        if not self.is_sampled:  # the policy of the moment takes the engine's place
+            self.rollout = self.log_probs
         self.term = self.rl.get("distillation", {"enabled": False})
         if self.term["enabled"]:
             temperature = self.run.keys["generate_config"]["sampling_config"]["temperature"]
@@ -222,6 +230,15 @@ class SlowIteration(SlowRun):
             parts.append(model.full)
         return torch.cat(parts)
 
+    def _policy(self, ratio: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        loss, clipped = super()._policy(ratio, log_probs, advantages, mask)
+        return (torch.zeros_like(loss) if "teachers_alone" in self.product.names else loss), clipped
+
+    def metrics(self) -> dict[str, float]:
+        # no engine has log-probs of the data's tokens
+        of_engine = () if self.is_sampled else ("rollout/log_probs_diff_mean", "rollout/kl")
+        return {name: value for name, value in super().metrics().items() if name not in of_engine}
+
     def extra_terms(self, index: int, mask: Tensor) -> list[tuple[Tensor, float, str]]:
         if not self.term["enabled"]:
             return []
@@ -239,7 +256,12 @@ class SlowIteration(SlowRun):
             self.margins.add("divergence", divergence if count < self.current.size(-1) else 1.0)
             divergence = divergence.clamp(min=0.0)
         self._add("distillation/divergence", divergence)
-        return [(divergence, self.term["distillation_loss_coef"], "distillation/loss")]
+        terms = [(divergence, self.term.get("distillation_loss_coef", 1.0), "distillation/loss")]
+        if not self.is_sampled:
+            chosen = torch.tensor(self.rows[index].response)[mask]
+            supervised = -self.current[mask].gather(1, chosen[:, None])[:, 0]
+            terms.append((supervised, self.term["supervised_coef"], "distillation/supervised_loss"))
+        return terms
 
     def _read(
         self, model: SlowModel, index: int, *, records: bool = False, plain: bool = False, logits: list[Any] | None = None
@@ -374,6 +396,8 @@ class Comparison:
         self._optimizers: dict[str, Any] = {}
         self._trained = False
         self._average: dict[str, np.ndarray] = {}
+        #: iteration -> the weights after it
+        self._versions: dict[int, Mapping[str, np.ndarray]] = {}
         self.notes: list[str] = []
 
     def check(self, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -384,6 +408,7 @@ class Comparison:
         """
         records, before = reports[0]["records"], None
         number = reports[0]["start"]
+        self._run.played += [pair for report in reports for pair in report["played"]]
         metrics = {line["iteration"]: line for line in reports[0]["metrics"]}
         greedy = list(reports[0]["greedy"])
         for place, record in enumerate(records):
@@ -403,6 +428,9 @@ class Comparison:
             except AssertionError as error:
                 raise AssertionError(f"iteration {number}: {error}") from error
             before = record["after"]
+        for number, record in enumerate(records, start=reports[0]["start"]):
+            self._versions.setdefault(number, record["after"]["actor"])
+        self._check_opponents([played for report in reports for played in report["opponents"]])
         for number, record in enumerate(records, start=reports[0]["start"]):
             try:
                 self._check_evaluations(record, {} if number == reports[0]["start"] else metrics[number])
@@ -437,7 +465,9 @@ class Comparison:
         run.check_prompts(columns, int(metrics["iteration"]))
         rows = [_read_row(columns, index, run.version(metrics)) for index in range(len(columns["prompt_ids"]))]
         if "roles" in run.names:
-            rows = [dataclasses.replace(row, turns=tuple(run.score_roles(row).items())) for row in rows]
+            rows = [dataclasses.replace(row, turns=tuple(run.score_roles(row, row.reward).items())) for row in rows]
+        if "teachers_alone" in run.names:  # whose divergence trains, and no reward
+            rows = [dataclasses.replace(row, reward=0.0, turns=tuple((role, 0.0) for role, _ in row.turns)) for row in rows]
         size = run.group_size
         scores = [math.nan] * len(rows) if baselines is None else baselines
         greedy = [None if math.isnan(value) else value for value in scores[::size]]
@@ -450,6 +480,7 @@ class Comparison:
             before=before,
             recorded=columns,
             product=run,
+            is_sampled=run.samples_responses(int(metrics["iteration"])),
         )
         self._check_rows(slow, columns)
         slow.prepare(has_old="old_log_probs" in columns)
@@ -490,6 +521,12 @@ class Comparison:
     def _check_rows(self, slow: SlowIteration, columns: Mapping[str, Any]) -> None:
         """Rewards follow from the tokens, log-probs of the engine from its weights."""
         for index, row in enumerate(slow.rows):
+            if not slow.is_sampled:
+                answer = [*map(ord, columns["labels"][index]), 1]
+                assert row.response == answer, f"row {index} has {row.response}, and not the data's {answer}"
+                assert not columns["rollout_log_probs"][index].any(), f"an engine has log-probs of row {index}"
+                self._run.check_reward(row, columns["rewards"][index], columns, index)
+                continue
             mask = np.array(row.sampled) & (np.array(row.ages) == 0)
             difference = np.abs(columns["rollout_log_probs"][index] - slow.log_probs[index].numpy())[mask]
             assert difference.max(initial=0.0) < self._limit, f"rollout_log_probs of row {index} differ by {difference.max()}"
@@ -556,10 +593,43 @@ class Comparison:
             low = sum(product_rewards.low(row.response) for row in rows) / len(rows)
             # of both functions, and of the environment's points where there are any
             full = 2.5 if self._run.names & {"agents", "roles"} else 1.5
+            full += JUDGES_WEIGHT if "judges" in self._run.names else 0.0
             earned = sum(min(self._run.score(row) / full, 1.0) for row in rows) / len(rows)
             if metrics:
                 assert math.isclose(metrics["audit/audited"], low, abs_tol=1e-6), (metrics["audit/audited"], low)
                 assert math.isclose(metrics["audit/earned"], earned, abs_tol=1e-6), (metrics["audit/earned"], earned)
+
+    def _check_opponents(self, responses: Sequence[Any]) -> None:
+        """Responses of opponents have the log-probs of the weights of their version.
+
+        Raises:
+            InconclusiveError: there is none.
+        """
+        if "opponents" not in self._run.names:
+            assert not responses
+            return
+        if not responses:
+            raise InconclusiveError("no opponent plays")
+        for one in responses:
+            weights = self._versions[int(one.adapter.removeprefix("version_"))]
+            distance = self._compare_log_probs(
+                [*one.prompt_ids, *one.token_ids], one.log_probs, one.temperature or 1.0, weights
+            )
+            assert distance < self._limit, f"log-probs of an opponent, {one.adapter}, differ by {distance}"
+
+    def _compare_log_probs(
+        self, ids: list[int], recorded: Sequence[float], temperature: float, weights: Mapping[str, np.ndarray]
+    ) -> float:
+        """The largest difference of the log-probs of the last tokens from those of weights; 0 near a tie of experts."""
+        model, margins = self._models["actor"], Margins()
+        model.load(weights)
+        was, model._temperature, model.margins = model._temperature, temperature, margins
+        try:
+            with torch.no_grad():
+                log_probs, _ = model.read(ids, len(ids) - len(recorded))
+        finally:
+            model._temperature = was
+        return 0.0 if margins.smallest < TIE else float(np.abs(np.array(recorded) - log_probs.numpy()).max(initial=0.0))
 
     def _check_figures(self, name: str, trajectories: Sequence[Any], metrics: Mapping[str, float]) -> None:
         rows = [_make_row(trajectory) for trajectory in trajectories]

@@ -540,7 +540,7 @@ class SlowRun:
             total, logits = torch.zeros((), dtype=torch.float64), list[Any]()
             for index in rows:
                 total = total + self._row_loss(index, *self._read(self.actor, index, logits=logits))
-            for name in ("actor/pg_loss", "actor/kl_loss", "distillation/loss"):
+            for name in ("actor/pg_loss", "actor/kl_loss", "distillation/loss", "distillation/supervised_loss"):
                 if name in self.sums:
                     self.sums[name][1] += count
             loss = total / max(count, 1) + self._router_loss(logits, micro_batches) + self.step_loss()

@@ -10,13 +10,17 @@ is equal to the file, with the day.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import os
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import product_jobs as jobs
+import product_judges
 import pytest
 from product_runs import (
     BY_NAME,
@@ -25,6 +29,7 @@ from product_runs import (
     ProductRun,
     Rules,
     cover,
+    find_last_day,
     list_pairs,
     make_folders,
     plain_objective,
@@ -32,7 +37,7 @@ from product_runs import (
     read_comparisons,
     record_comparison,
 )
-from ranks import Ranks
+from ranks import RankFailureError, Ranks
 from slow_product import Comparison, InconclusiveError
 
 from mindspeed_rl.config import ConfigError
@@ -43,6 +48,8 @@ _SEED = int(os.environ.get("PRODUCT_SEED", "1"))
 _ONE_OF = 5
 #: draws of a run, of which one is to show something
 _DRAWS = 4
+#: characters of an error, or of the end of a rank's traceback
+_MOST_OF_AN_ERROR = 2500
 Folders = Mapping[str, Mapping[str, str]]
 
 #: seed and ingredients of a few runs, of which the default suite makes the runs of one process
@@ -56,8 +63,9 @@ _SOME = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return make_folders(tmp_path_factory.mktemp("models"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
+    with product_judges.serve() as judges:
+        yield make_folders(tmp_path_factory.mktemp("models"), judges)
 
 
 def build(names: frozenset[str], seed: int, folders: Folders, folder: Path) -> ProductRun:
@@ -201,15 +209,23 @@ def test_every_pair_of_ingredients_is_in_a_run_that_equals_its_reference(
             if "PRODUCT_RECORD" in os.environ:
                 record_comparison(runs[number], _SEED + number)
         except Exception as error:  # noqa: BLE001  (all runs are made)
-            failed.append(f"PRODUCT_RUN={number} ({', '.join(sorted(runs[number]))}): {_find_reason(str(error))}")
+            failed.append(f"PRODUCT_RUN={number} ({', '.join(sorted(runs[number]))}): {_find_reason(error)}")
             print(failed[-1])
     assert not failed, f"{len(failed)} of {len(chosen)} runs:\n" + "\n".join(failed)
 
 
-def _find_reason(text: str) -> str:
-    """The lines of a rank's output that name errors, else its end."""
-    lines = [line.strip() for line in text.splitlines() if "Error" in line and "Warning" not in line]
-    return "; ".join(dict.fromkeys(lines[-3:])) or text[-500:]
+def _find_reason(error: Exception) -> str:
+    """The error, and the calls that led to it: those of each rank that failed, the first one first, but for equal ones."""
+    if not isinstance(error, RankFailureError):
+        # a comparison's text begins with what differs
+        where = "".join(traceback.format_tb(error.__traceback__)[-2:])
+        return f"{type(error).__name__}: {str(error)[:_MOST_OF_AN_ERROR]}\n{where}"
+    if not error.tracebacks:
+        return str(error)[-_MOST_OF_AN_ERROR:]
+    ranks: dict[str, list[int]] = {}
+    for rank, said in error.tracebacks.items():
+        ranks.setdefault(said, []).append(rank)
+    return "\n".join(f"rank {', '.join(map(str, those))}: {said[-_MOST_OF_AN_ERROR:]}" for said, those in ranks.items())
 
 
 def test_every_ingredient_is_a_run_and_every_name_has_a_record(folders: Folders, tmp_path: Path) -> None:
@@ -217,3 +233,26 @@ def test_every_ingredient_is_a_run_and_every_name_has_a_record(folders: Folders,
     for name in BY_NAME:
         why, _ = rules.refusal_of_all([name])
         assert not why, f"{name}: {why}"
+
+
+def test_the_last_day_of_a_pair_is_that_of_its_newest_run_of_the_same_precision() -> None:
+    rows = json.loads((Path(__file__).parent / "product_compared.json").read_text())
+    expected: dict[tuple[Any, ...], str] = {}
+    for day, _, names in rows:
+        is_rough = any(name in names for name in ("bf16", "bf16_sums", "gated_delta", "dropout"))
+        for pair in itertools.combinations(sorted(names), 2):
+            key = (*pair, is_rough)
+            expected[key] = max(day, expected.get(key, ""))
+    assert len({(one, other) for one, other, _ in expected}) > 2000
+    runs = read_comparisons()
+    for one, other in itertools.combinations(sorted(BY_NAME), 2):
+        for is_rough in (False, True):
+            day = find_last_day(frozenset((one, other)), is_rough, runs)
+            assert day == expected.get((one, other, is_rough), "never")
+
+
+def test_the_traceback_of_a_failed_rank_reaches_the_reason(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    with pytest.raises(RankFailureError) as caught:
+        ranks(1).run(jobs.run, path=str(tmp_path / "missing.yaml"), folder=str(tmp_path))
+    reason = _find_reason(caught.value)
+    assert reason.startswith("rank 0: Traceback") and "product_jobs.py" in reason and "missing.yaml" in reason
