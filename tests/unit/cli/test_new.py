@@ -144,7 +144,7 @@ def test_a_model_of_the_user_gets_keys_of_its_size(tmp_path: Path) -> None:
         (["x", "--kind", "verifiers", "--task", "a", "--python", "nowhere"], "--python nowhere: there is no such interpreter"),
         (["x", "--kind", "reasoning-gym", "--task", "a", "--levels", "0"], "--levels is 0, but must be at least 1"),
         (["x", "--kind", "vision", "--experts"], "--experts is for the random model of kinds without pictures"),
-        (["x", "--kind", "dataset", "--data", "nothing.jsonl"], "'nothing.jsonl' does not exist"),
+        (["x", "--kind", "dataset", "--data", "nothing.jsonl"], "--data: 'nothing.jsonl' does not exist"),
         (["x", "--kind", "distillation", "--teacher", "there"], "--model and --teacher belong together"),
     ],
 )
