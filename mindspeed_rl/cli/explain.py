@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
@@ -32,8 +33,6 @@ _MAX_CHOSEN = 5
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.card import DataCard  # with numpy, which a plan of keys does without
-    from mindspeed_rl.trainers.rl_setup import RLInputs
-    from mindspeed_rl.trainers.sft_setup import SupervisedInputs
 
 
 def main(argv: list[str]) -> int:
@@ -105,26 +104,19 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
     elif not report["errors"]:
         report["unchecked"] = "files: none that the run names is on this machine; --validate checks as train does"
     report["valid"] = not report["errors"]
-    if report["valid"] and not report["promise"]:
-        _add_plan(report, run)
+    if report["valid"]:
+        report["promise"] = _promise(run)
     return report
 
 
-def _add_plan(report: Report, run: Run, inputs: RLInputs | SupervisedInputs | None = None) -> None:
-    """Add memory and seconds of a run to its report: the promise, and its line in the overview.
-
-    `mindspeed-rl promise` also searches other layouts.
-
-    Args:
-        inputs: data that was read; without it, the plan assumes lengths.
-    """
+def _promise(run: Run) -> list[str]:
+    """Return the lines of a promise; why there is none in a line. `mindspeed-rl promise` also searches other layouts."""
     # by name: the planner reads models, which a plan of keys does without
-    predict = registry.load("mindspeed_rl.planner.prediction:predict", "explain")
-    prediction = predict(run, bands=find_bands(run))
-    if inputs is not None:
-        prediction = prediction.with_data(run, inputs.mean_prompt)
-        report["overview"]["planned"] = prediction.summary
-    report["promise"] = list(prediction.lines) or [prediction.summary]
+    make_promise = registry.load("mindspeed_rl.planner.promise:make_promise", "explain")
+    try:
+        return list(make_promise(run, bands=find_bands(run)).list_lines())
+    except ValueError as error:
+        return [f"nothing: {error}"]
 
 
 def _describe_memory(run: Run) -> str:
@@ -185,14 +177,22 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
         count = inputs.num_rows if cfg.is_supervised else len(inputs.prompts)
         report["length"] = f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} {unit}, {each} an iteration"
         report["learning_rate"] = describe_learning_rate(run.config)
-    report["overview"] = _summarize(run, inputs.cards[0])
-    _add_plan(report, run, inputs)
-    report["overview"]["chosen"] = _list_chosen(run, cfg.platform)
+    mean_prompt = None if cfg.is_supervised else float(inputs.prompts.lengths.mean())
+    report["overview"] = _summarize(run, inputs.cards[0], mean_prompt) | {"chosen": _list_chosen(run, cfg.platform)}
 
 
-def _summarize(run: Run, card: DataCard) -> dict[str, str]:
-    """Return what a run is, in a few lines: model, data, steps."""
+def _summarize(run: Run, card: DataCard, mean_prompt: float | None) -> dict[str, str]:
+    """Return what a run is, in a few lines: model, data, steps, memory and time, what `auto` became.
+
+    Args:
+        mean_prompt: mean tokens of a prompt; None in supervised stages, whose rows the planner reads itself.
+    """
     actor, cfg = run.config.actor_config, run.config
+    # by name: the planner reads models, which a plan of keys does without
+    predict, means = (
+        registry.load(f"mindspeed_rl.planner.{name}", "explain") for name in ("prediction:predict", "samples:SampleMeans")
+    )
+    planned = replace(run, config=replace(cfg, actor_config=run.data_config))
     unit = "rows" if cfg.is_supervised else "prompts"
     saves = f", saved every {actor.save_interval}" if actor.save and actor.save_interval else ""
     return {
@@ -200,6 +200,7 @@ def _summarize(run: Run, card: DataCard) -> dict[str, str]:
         "rows": card.rows.get("rows") or card.rows.get("documents", ""),
         "lengths": card.rows.get("lengths", ""),
         "steps": f"{run.plan.train_iters} iterations of {run.plan.num_prompts} {unit}{saves}",
+        "planned": predict(planned, means(prompt=mean_prompt)).summary,
     }
 
 

@@ -51,13 +51,11 @@ class _Prediction:
         totals: total memory of the fullest device by phase, as far as the run measures it.
         assumed: sentences about the numbers that are taken as given.
         missing: why nothing is predicted; empty where something is.
-        bands: curves of earlier runs and recipes.
     """
 
     run: Run
     promise: Promise | None = None
     is_strict: bool = False
-    bands: tuple[ExpectedCurve, ...] = ()
     device: str = ""
     summary: str = ""
     seconds: dict[str, _Range] = field(default_factory=dict)
@@ -65,17 +63,6 @@ class _Prediction:
     totals: dict[str, _Range] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     missing: str = ""
-
-    def with_data(self, run: Run, mean_prompt: float | None) -> _Prediction:
-        """Return the prediction of the run whose data was read.
-
-        Args:
-            run: the run with its length, and with the prefixes of supervised data.
-            mean_prompt: mean tokens of a prompt; None in supervised stages, whose rows are read here.
-        """
-        planned = dataclasses.replace(run, config=dataclasses.replace(run.config, actor_config=run.data_config))
-        prediction = predict(planned, SampleMeans(prompt=mean_prompt), bands=self.bands, is_strict=self.is_strict)
-        return dataclasses.replace(prediction, run=run)
 
     def compare(self, history: History) -> dict[str, object]:
         """Return predicted next to measured values, as a run's report shows them: {"chip", "rows", ...}, or {"missing": why}.
@@ -200,12 +187,11 @@ def predict(
         memory, time = promise.memory, promise.time
         assumed = (*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, time))
     except ValueError as error:
-        return _Prediction(run, is_strict=is_strict, bands=tuple(bands), summary=f"nothing: {error}", missing=str(error))
+        return _Prediction(run, summary=f"nothing: {error}", missing=str(error))
     return _Prediction(
         run,
         promise,
         is_strict,
-        tuple(bands),
         device=device.name,
         summary=_summarize(memory, time),
         seconds=_ranges_of_seconds(time),

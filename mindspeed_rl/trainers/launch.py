@@ -91,8 +91,6 @@ def launch(
         inputs = check_supervised(run) if run.config.is_supervised else check_rl(run)
         # made only now: a wrong key leaves no run folder behind
         held.enter_context(hold_folders({name: path for name, path in folders.items() if name not in there}))
-        if advisor is not None:
-            advisor = advisor.with_data(inputs.run, inputs.mean_prompt)
         yield held.enter_context(_start(inputs, advisor, observers, steps))
 
 

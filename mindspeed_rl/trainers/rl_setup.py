@@ -142,11 +142,6 @@ class RLInputs:
     eval_sets: Mapping[str, PromptDataset] = field(default_factory=dict)
     audit_prompts: PromptDataset | None = None
 
-    @property
-    def mean_prompt(self) -> float:
-        """Mean tokens of a prompt."""
-        return float(self.prompts.lengths.mean())
-
 
 @dataclass(frozen=True)
 class _Services:

@@ -39,15 +39,6 @@ class RunAdvisor(Protocol):
         """The plan as lines of the console; none where nothing is planned."""
         ...
 
-    def with_data(self, run: Run, mean_prompt: float | None) -> RunAdvisor:
-        """Return the plan of the run whose data was read.
-
-        Args:
-            run: the run with its length, and with the prefixes of supervised data.
-            mean_prompt: mean tokens of a prompt; None in supervised stages.
-        """
-        ...
-
     def watch(self, history: History, show: Callable[[str], None]) -> RunObserver:
         """Return an observer that compares the figures of the run with the plan.
 

@@ -68,11 +68,6 @@ class SupervisedInputs:
     images: str = ""
     eval_sets: Mapping[str, PromptDataset] = field(default_factory=dict)
 
-    @property
-    def mean_prompt(self) -> None:
-        """Nothing: the planner reads the lengths of rows itself."""
-        return None
-
 
 @dataclass(frozen=True)
 class _SupervisedServices:

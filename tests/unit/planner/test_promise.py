@@ -304,15 +304,6 @@ def test_a_run_compares_itself_with_its_promise_and_the_page_shows_it() -> None:
     assert any(line.startswith("! update") for line in format_kept(kept).splitlines())
 
 
-def test_a_promise_of_data_that_was_read_assumes_no_prompts() -> None:
-    run, _ = _draft("grpo_qwen3_8b_A3")
-    before = predict(run, is_strict=True)
-    read = before.with_data(run, 200.0)
-    assert read.is_strict and any("prompts of 512 tokens" in line for line in before.lines)
-    assert not any("prompts of" in line for line in read.lines)
-    assert read.lines == predict(run, SampleMeans(prompt=200.0)).lines != before.lines
-
-
 def test_a_slow_worker_is_found_by_its_own_intervals() -> None:
     def intervals(*seconds: float) -> list[Interval]:
         return [Interval("old_log_p", 100.0, 100.0 + taken, f"rank {rank}") for rank, taken in enumerate(seconds)]
