@@ -184,7 +184,9 @@ def test_the_plan_of_every_kind_passes_the_checks_of_train(
     assert capsys.readouterr().out.startswith("valid\n")
 
 
-def test_explain_opens_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_opens_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(make(tmp_path, "maths"))
     monkeypatch.setitem(REWARDS, "my_task", None)
     monkeypatch.delitem(REWARDS, "my_task")
