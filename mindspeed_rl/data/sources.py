@@ -223,6 +223,8 @@ def open_source(
     is_named = location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix
     if is_named or location.startswith((HF, MS)):
         return open_hub(location, cache_dir, streaming, dataset_options or {})
+    if os.path.exists(path):
+        raise ValueError(f"input={location!r} is not a regular file")
     raise ValueError(f"input: {describe_missing(location)}")
 
 
