@@ -198,16 +198,16 @@ def _run(arguments: argparse.Namespace) -> int:
         os.chdir(make_twin(recipe))  # its run files name model and data from there
     else:
         recipe.write_data()
-    for path in paths:
-        cfg = load_run_config(str(path), None, arguments.overrides)
+    configs = [load_run_config(str(path), None, arguments.overrides) for path in paths]  # of all stages, before the first trains
+    for path, cfg in zip(paths, configs):
         if path == paths[-1]:
             _write_curve(recipe, arguments.on, cfg)
         print_status(f"recipe {recipe.name}: train --config-name {path}")
         words = ["train", "--config-name", str(path), "--nodes", str(arguments.nodes), *arguments.overrides]
         if code := _run_command(words):
             return code
-    if cfg.run_dir is not None:
-        print(f"curve: {_judge(Path(cfg.run_dir))}")
+    if (folder := configs[-1].run_dir) is not None:
+        print(f"curve: {_judge(Path(folder))}")
     return 0
 
 
