@@ -198,7 +198,8 @@ def _run(arguments: argparse.Namespace) -> int:
         os.chdir(make_twin(recipe))  # its run files name model and data from there
     else:
         recipe.write_data()
-    configs = [load_run_config(str(path), None, arguments.overrides) for path in paths]  # of all stages, before the first trains
+    # of all stages, before the first trains
+    configs = [load_run_config(str(path), None, arguments.overrides) for path in paths]
     for path, cfg in zip(paths, configs):
         if path == paths[-1]:
             _write_curve(recipe, arguments.on, cfg)
