@@ -10,6 +10,7 @@ at least; 0.1 farther out of a single seed.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import shutil
@@ -67,7 +68,9 @@ def measure(recipe: Recipe, folders: list[Path]) -> ExpectedCurve:
         margin = max(MARGIN, max(means) - min(means)) if len(means) > 1 else MARGIN_OF_ONE
         windows.append(Window(first, last, round(min(means) - margin, 4), round(max(means) + margin, 4)))
     count = f"{len(folders)} seed{'s' if len(folders) > 1 else ''}"
-    source = f"{count} of this run file on two CPU cores, python benchmarks/recipes.py {recipe.name}"
+    newest = max((folder / "metrics.jsonl").stat().st_mtime for folder in folders)
+    day = datetime.date.fromtimestamp(newest)
+    source = f"{count} of this run file on two CPU cores, {day}, python benchmarks/recipes.py {recipe.name}"
     return ExpectedCurve(metric, source, tuple(windows))
 
 

@@ -23,7 +23,7 @@ from mindspeed_rl.files import FileWriteError, write_file
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
 from mindspeed_rl.planner.calibration import compute_factors, read_measured
-from mindspeed_rl.planner.devices import DEVICES, Device, find_device, get_device
+from mindspeed_rl.planner.devices import DEVICES, Device, choose_platform, find_device, get_device
 from mindspeed_rl.planner.experts import format_experts, place_experts
 from mindspeed_rl.planner.fit import FitRequest, fit
 from mindspeed_rl.planner.memory import plan_memory
@@ -201,7 +201,8 @@ def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Run, Device
         raise ValueError(f"--nodes: {arguments.nodes} must be at least 1.")
     directory, name = locate(arguments.config_name, arguments.config_dir)
     tree = compose(directory, name, arguments.overrides)
-    run = draft(build_run_config(tree, config_name=name, config_dir=str(directory)), arguments.nodes)
+    cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
+    run = draft(choose_platform(cfg) if arguments.chip is None else cfg, arguments.nodes)
     if violations := validate(run):
         raise ConfigError(map(str, violations))
     return tree, run, find_device(run.config, arguments.chip, arguments.memory_gib)

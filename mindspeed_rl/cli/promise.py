@@ -13,7 +13,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.observability.run_files import read_run
-from mindspeed_rl.planner.devices import DEVICES, find_device
+from mindspeed_rl.planner.devices import DEVICES, choose_platform, find_device
 from mindspeed_rl.planner.promise import make_promise
 from mindspeed_rl.planner.promise_check import format_kept
 from mindspeed_rl.planner.samples import SampleMeans
@@ -63,7 +63,8 @@ def _print_promise(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--price: {arguments.price:g} must be a price of a device-hour from 0.")
     directory, name = locate(arguments.run, arguments.config_dir)
     tree = compose(directory, name, arguments.overrides)
-    run = draft(build_run_config(tree, config_name=name, config_dir=str(directory)), arguments.nodes)
+    cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
+    run = draft(choose_platform(cfg) if arguments.chip is None else cfg, arguments.nodes)
     if violations := validate(run):
         raise ConfigError(map(str, violations))
     device = find_device(run.config, arguments.chip, arguments.memory_gib)

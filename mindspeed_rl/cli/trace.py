@@ -16,7 +16,7 @@ from rich.text import Text
 from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.observability.agent_turns import describe_turns, write_spans
 from mindspeed_rl.observability.logging import clean_record
-from mindspeed_rl.observability.run_files import read_completions
+from mindspeed_rl.observability.run_files import check_folder, read_completions
 
 #: colour scale of tokens -> column, minimum and maximum (None: of the sample)
 _COLOURS: dict[str, tuple[str, float | None, float | None]] = {
@@ -72,8 +72,9 @@ def _read_samples(run: Path, iteration: int | None) -> list[dict[str, Any]]:
     """Return the written samples of one iteration.
 
     Raises:
-        ValueError: there are none; the message lists iterations that have some.
+        ValueError: the folder does not exist, or there are none; the message lists iterations that have some.
     """
+    check_folder(run)
     everything = list(read_completions(run))
     if not everything:
         raise ValueError(f"{run} has no completions.jsonl: set rl_config.log_completions=true to write samples.")

@@ -21,7 +21,7 @@ from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.observability.folder_locks import hold_folders
 from mindspeed_rl.observability.labels import LabelFolder
 from mindspeed_rl.observability.page import collect_figures, render
-from mindspeed_rl.observability.run_files import EXAMPLES, FollowedRun, RunFiles, read_run
+from mindspeed_rl.observability.run_files import EXAMPLES, FollowedRun, RunFiles, check_folder, read_run
 
 #: seconds between two looks at the files of a run, and after which an idle connection gets a sign of life
 _POLL_S, _IDLE_S = 1.0, 15.0
@@ -216,8 +216,7 @@ def open_server(folders: Sequence[Path], port: int | None = None, marks: LabelFo
         ValueError: a folder does not exist, or the port is taken.
     """
     for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder; name the folder of a run (it is printed at a run's start).")
+        check_folder(folder)
     try:
         return _RunServer(folders, _PORT if port is None else port, marks)
     except (OSError, OverflowError) as error:

@@ -86,9 +86,17 @@ def link_reference(path: str) -> str:
     return f"docs/keys.md#{'megatron_training' if group in _ROLES else group}{dot}{name}"
 
 
+#: characters from which the beginning of a name is a hint
+_MIN_BEGINNING = 4
+
+
 def suggest_name(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name most like `name`, or None when nothing is close."""
-    return registry.find_similar(name, known, cutoff=0.5)  # keys are long, so that half a key is a hint
+    """Return the only known name that begins with `name`, else the one most like it, or None when nothing is close."""
+    names = list(known)
+    longer = [each for each in names if len(str(name)) >= _MIN_BEGINNING and each.startswith(str(name))]
+    if len(longer) == 1:
+        return longer[0]
+    return registry.find_similar(name, names, cutoff=0.5)  # keys are long, so that half a key is a hint
 
 
 def unknown_key(path: str, value: object, known: Iterable[str], names: KeyNames | None = None) -> str:

@@ -54,10 +54,16 @@ def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
     existing = [folder for folder in folders if folder.is_dir()]
     if not existing:
         raise ConfigError([f"the configuration folder {folders[0]} does not exist"])
-    available = sorted({path.stem for folder in existing for path in folder.glob("*.yaml")})
-    likely = suggest_name(name, available)
-    hint = f"the nearest name there is {likely}" if likely else f"it has {', '.join(available) or 'no run file'}"
-    raise ConfigError([f"there is no run file {name}.yaml in {existing[0]}; {hint}"])
+    available = {path.stem: folder for folder in reversed(existing) for path in folder.glob("*.yaml")}
+    likely = suggest_name(name.removesuffix(".yml"), sorted(available))
+    if likely is None:
+        hint = f"it has {', '.join(sorted(available)) or 'no run file'}"
+    elif available[likely] == existing[0]:
+        hint = f"the nearest name there is {likely}"
+    else:
+        hint = f"the nearest one is {available[likely] / likely}.yaml"
+    shown = f"{name} (run files end in .yaml)" if name.endswith(".yml") else f"{name}.yaml"
+    raise ConfigError([f"there is no run file {shown} in {existing[0]}; {hint}"])
 
 
 def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from mindspeed_rl.data.conversation import MalformedRowError, Row
 from mindspeed_rl.data.hub import HF, MS, fetch, parse_hub_name
 from mindspeed_rl.data.short_floats import shorten_floats
 from mindspeed_rl.data.strict_json import StrictDecoder
-from mindspeed_rl.files import describe_foreign, open_regular
+from mindspeed_rl.files import describe_foreign, describe_missing, open_regular
 
 _FORMATS = {
     ".jsonl": "jsonl",
@@ -223,7 +223,9 @@ def open_source(
     is_named = location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix
     if is_named or location.startswith((HF, MS)):
         return open_hub(location, cache_dir, streaming, dataset_options or {})
-    raise ValueError(f"input={location!r} {'is not a regular file' if os.path.exists(path) else 'does not exist'}")
+    if os.path.exists(path):
+        raise ValueError(f"input={location!r} is not a regular file")
+    raise ValueError(f"input: {describe_missing(location)}")
 
 
 def has_files(location: str) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from mindspeed_rl.files import read_json, read_regular, write_file
+from mindspeed_rl.files import describe_missing, read_json, read_regular, write_file
 from mindspeed_rl.observability.alerts import Alert, find_alerts
 from mindspeed_rl.observability.completions import CompletionRecord
 from mindspeed_rl.observability.expected_curve import EXPECTED, ExpectedCurve
@@ -97,6 +97,13 @@ class RunFiles:
         return [*find_alerts(self.history, self.completions), *departed]
 
 
+def check_folder(folder: Path) -> None:
+    """Raise ValueError where there is no folder; the message names the nearest one."""
+    if not folder.is_dir():
+        what = f"{folder} is not a folder" if folder.exists() else describe_missing(folder)
+        raise ValueError(f"{what}; name the folder of a run (it is printed at a run's start).")
+
+
 def read_run(folder: Path, *, may_be_empty: bool = False) -> RunFiles:
     """Read a run folder, also of a run that goes or died.
 
@@ -107,8 +114,7 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> RunFiles:
     Raises:
         ValueError: the folder does not exist, or holds no run.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; name the folder of a run (it is printed at a run's start).")
+    check_folder(folder)
     run, report_file = read_files(folder), folder / "report.json"
     if not may_be_empty and not run.history.iterations and not report_file.exists():
         raise ValueError(f"{folder} holds no run: neither metrics.jsonl nor report.json is in it.")
@@ -175,8 +181,7 @@ class FollowedRun:
         Raises:
             ValueError: the folder does not exist, or a file is damaged.
         """
-        if not self._folder.is_dir():
-            raise ValueError(f"{self._folder} is not a folder; name the folder of a run (it is printed at a run's start).")
+        check_folder(self._folder)
         run, report_file = self._run, self._folder / "report.json"
         records, starts = self._metrics.read()
         history = History() if starts else run.history

@@ -137,7 +137,8 @@ def plan_by_earlier_runs(plan: TimePlan, run: Run, device: Device) -> TimePlan:
             if path.parent == run.folder or json.loads(path.read_text(encoding="utf-8")).get("outcome") != "finished":
                 continue
             measured = read_measured(path.parent)
-            if measured.run.config.is_supervised != run.config.is_supervised or find_device(measured.run.config) != device:
+            other = find_device(measured.run.config)
+            if measured.run.config.is_supervised != run.config.is_supervised or other.name != device.name:
                 continue
             made = compute_factors(measured, device)
         except (OSError, ValueError, AttributeError):  # a damaged folder, or one of another version, is no earlier run

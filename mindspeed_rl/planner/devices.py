@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mindspeed_rl import registry
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.planner.machine_memory import read_machine_memory
+from mindspeed_rl.run.placement import place
 
 GIB = 1 << 30
+#: fraction of a machine's memory at which Ray begins to end workers
+_USABLE = 0.95
 
 
 @dataclass(frozen=True)
@@ -110,15 +115,39 @@ DEVICES: dict[str, Device] = {
 def find_device(cfg: RunConfig, name: str | None = None, memory_gib: float | None = None) -> Device:
     """Return the device of a plan: the named one, else cpu for CPU runs, the run file name's, A3 if it has none.
 
+    A worker of a CPU run whose files are here has its share of this machine's memory.
+
     Raises:
         ValueError: the device is not known, none is known for the run's platform, or the memory is not above 0.
     """
     if name is None:
         if cfg.platform == "cuda":
             raise ValueError(f"platform: the planner has no figures of cuda devices; give --chip {' or '.join(DEVICES)}.")
-        named = (device for device in DEVICES if f"_{device}" in f"_{cfg.config_name}")
-        name = "cpu" if cfg.platform == "cpu" else next(named, "A3")
+        name = "cpu" if cfg.platform == "cpu" else _find_named(cfg) or "A3"
+        if name == "cpu" and memory_gib is None and cfg.has_files_here:
+            workers = max(1, place(cfg).num_devices)
+            return replace(DEVICES[name], memory=int(_USABLE * read_machine_memory().total / workers))
     return get_device(name, memory_gib)
+
+
+def _find_named(cfg: RunConfig) -> str | None:
+    """Return the device in the name of a run file, as in grpo_qwen25_7b_A3."""
+    return next((device for device in DEVICES if f"_{device}" in f"_{cfg.config_name}"), None)
+
+
+def choose_platform(cfg: RunConfig) -> RunConfig:
+    """Return a run file with `platform: cpu` in place of `auto` where it trains here, on a machine without other devices.
+
+    It trains here where files that it names are here, unless its name has the device of another machine.
+    """
+    if cfg.platform != "auto" or _find_named(cfg) is not None or not cfg.has_files_here:
+        return cfg
+    try:
+        # by name: imports torch, which other plans do without
+        name = registry.load("mindspeed_rl.platform:resolve_name", "platform")("auto")
+    except ValueError:
+        return cfg
+    return replace(cfg, platform=name) if name == "cpu" else cfg
 
 
 def get_device(name: str, memory_gib: float | None = None) -> Device:

@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import is_weight, read_split
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.cache_folders import CACHE
 from mindspeed_rl.data.card import DataCard, describe_columns, describe_dropped
-from mindspeed_rl.data.datasets import StoredLogProbs
+from mindspeed_rl.data.datasets import InstructionDataset, StoredLogProbs
 from mindspeed_rl.data.forms import STAGE_KINDS, Reading, choose_reading
 from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.data.indexed import (
@@ -41,6 +43,8 @@ from mindspeed_rl.run import Run
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: long rows whose labels are counted before the workers count all
+_READ_ROWS = 1000
 #: keys of data
 _KEYS = ("data_path", "eval_data_path")
 #: columns that a stage reads; Megatron's dataset of stage pretrain has one file without columns
@@ -208,6 +212,7 @@ def prepare_data(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Run, Dat
             prefix = Path(f"{prepared.prefix}_text_document") if stage == "pretrain" else prepared.prefix
             card = _describe_prepared(raw, prepared)
         _check_content(run, key, location, prefix, vocab_size, is_raw=raw is not None)
+        warnings += _check_lengths(config, key, location, prefix, tokenizer.pad_token_id)
         prefixes.setdefault(key, []).append(str(prefix))
         described = DataCard(f"{key}: {location}", card | describe_columns(prefix, stage, tokenizer, config.seq_length))
         cards.append(described.without_examples() if key == "eval_data_path" else described)
@@ -305,6 +310,39 @@ def _check_content(run: Run, key: str, location: str, prefix: Path, vocab_size: 
             raise ValueError(f"sft_loss_type: log-probs of a teacher are of {count} rows, but {prefix} has {rows}")
     if config.pack and config.reset_attention_mask and not config.neat_pack:
         check_sample_lengths(prefix)
+
+
+def _check_lengths(config: MegatronConfig, key: str, location: str, prefix: Path, pad_id: int | None) -> Iterator[str]:
+    """Yield a warning where seq_length leaves out more rows than it leaves.
+
+    Stage sft cuts long rows at the end, the others leave them out.
+
+    Raises:
+        ValueError: nothing is left to train, or to evaluate on.
+    """
+    limit, stage = config.seq_length, config.stage
+    if stage == "pretrain" or limit is None:
+        return
+    columns = IndexedColumns(prefix, [])
+    lengths = np.maximum.reduce([columns.lengths(name) for name in columns.columns if name.endswith("input_ids")])
+    num_long = int((lengths > limit).sum())
+    where = f"megatron_training.seq_length={limit}"
+    if stage == "sft":
+        long = np.flatnonzero(lengths > limit)
+        rows = InstructionDataset(prefix, seq_length=limit, pad_id=pad_id)
+        some = long[:: max(1, len(long) // _READ_ROWS)]
+        emptied = rows.count_cut(some)[1] / max(1, len(some))
+        words = f"{where} cuts off the trained tokens of {{}} rows of {key} ({location}); the longest has {{:,}} tokens"
+        if emptied == 1 and num_long == len(lengths) and rows.count_cut(long)[1] == num_long:
+            raise ValueError(words.format(f"all {num_long:,}", int(lengths.max())))
+        if (count := round(emptied * num_long)) > len(lengths) - count:
+            yield words.format(f"about {count:,} of {len(lengths):,}", int(lengths.max()))
+        return
+    advice = f"the shortest has {int(lengths.min()):,} tokens, the longest {int(lengths.max()):,}"
+    if num_long == len(lengths) > 0:
+        raise ValueError(f"{where} leaves out all {num_long:,} rows of {key} ({location}): {advice}")
+    if num_long > len(lengths) - num_long:
+        yield f"{num_long:,} of {len(lengths):,} rows of {key} are longer than {where} and are left out: {advice}"
 
 
 def count_rows(run: Run) -> int:

@@ -42,4 +42,5 @@ def test_a_twin_stays_inside_of_its_band(recipe: Recipe, tmp_path: Path) -> None
         return
     judgement = curve.judge(run.history)
     assert len(judgement.inside) == len(curve.windows), str(judgement)
+    assert f"curve: {judgement}" in done.stdout
     assert "is inside its band up to iteration" in (run.folder / "report.md").read_text().replace("\\", "")

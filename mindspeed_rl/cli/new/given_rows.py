@@ -93,7 +93,11 @@ def _read(path: str) -> Iterator[tuple[str, Row]]:
     Raises:
         ValueError: the data cannot be read.
     """
-    for file, number, row in read_rows(open_rows(path)):
+    try:
+        data = open_rows(path)
+    except ValueError as error:
+        raise ValueError(f"--data: {str(error).removeprefix('input: ')}") from error
+    for file, number, row in read_rows(data):
         where = f"--data {file}, row {number}"
         if isinstance(row, MalformedRowError) or not isinstance(row, Mapping):
             raise ValueError(f"{where}: {row if isinstance(row, MalformedRowError) else 'not an object'}")

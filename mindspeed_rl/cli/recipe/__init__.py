@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.expected_curve import EXPECTED
+from mindspeed_rl.observability.run_files import read_run
 from mindspeed_rl.planner.devices import GIB, find_device
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.seconds import plan_time
@@ -98,10 +99,28 @@ def _show(arguments: argparse.Namespace) -> int:
         for window in curve.windows:
             print(f"  {window}: {window.low:.3g} to {window.high:.3g}")
         _print_text(f"source: {curve.source}", "  ")
+    for folder in _list_runs(recipe):
+        print(f"\nLast run, {folder}:")
+        _print_text(_judge(folder), "  ")
     print(f"\nTrain:  mindspeed-rl recipe run {recipe.name}            # the CPU twin, in {_TWINS / recipe.name}")
     for machine in recipe.machines[:1]:
         print(f"        mindspeed-rl recipe run {recipe.name} --on {machine}")
     return 0
+
+
+def _list_runs(recipe: Recipe) -> Iterator[Path]:
+    """Yield the folders of runs of the last stage, below the working directory, as its run files name them."""
+    for machine in recipe.machines:
+        run_dir = load_run_config(str(recipe.list_run_files(machine)[-1])).run_dir
+        folder = (_TWINS / recipe.name if machine == CPU else Path()) / (run_dir or "")
+        if run_dir is not None and (folder / "metrics.jsonl").is_file():
+            yield folder
+
+
+def _judge(folder: Path) -> str:
+    """Return whether a run is inside its band, and at which iteration it left it."""
+    run = read_run(folder)
+    return "no band is known for it" if run.expected is None else str(run.expected.judge(run.history))
 
 
 def _print_text(text: str, indent: str = "") -> None:
@@ -179,14 +198,17 @@ def _run(arguments: argparse.Namespace) -> int:
         os.chdir(make_twin(recipe))  # its run files name model and data from there
     else:
         recipe.write_data()
-    for path in paths:
-        cfg = load_run_config(str(path), None, arguments.overrides)
+    # of all stages, before the first trains
+    configs = [load_run_config(str(path), None, arguments.overrides) for path in paths]
+    for path, cfg in zip(paths, configs):
         if path == paths[-1]:
             _write_curve(recipe, arguments.on, cfg)
         print_status(f"recipe {recipe.name}: train --config-name {path}")
         words = ["train", "--config-name", str(path), "--nodes", str(arguments.nodes), *arguments.overrides]
         if code := _run_command(words):
             return code
+    if (folder := configs[-1].run_dir) is not None:
+        print(f"curve: {_judge(Path(folder))}")
     return 0
 
 

@@ -197,8 +197,8 @@ def _render_resources(resources: Report) -> str:
 
 #: part of the report -> its title and its text, in the order of the page
 _SECTIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "promise": ("Promise", _list_lines),
     "overview": ("", lambda rows: _table({name: text for name, text in rows.items() if text})),
+    "promise": ("Promise", _list_lines),
     "server": ("", _table),
     "data": ("Data", _indent),
     "batch": ("", _render_batch),

@@ -144,7 +144,7 @@ def test_a_model_of_the_user_gets_keys_of_its_size(tmp_path: Path) -> None:
         (["x", "--kind", "verifiers", "--task", "a", "--python", "nowhere"], "--python nowhere: there is no such interpreter"),
         (["x", "--kind", "reasoning-gym", "--task", "a", "--levels", "0"], "--levels is 0, but must be at least 1"),
         (["x", "--kind", "vision", "--experts"], "--experts is for the random model of kinds without pictures"),
-        (["x", "--kind", "dataset", "--data", "nothing.jsonl"], "'nothing.jsonl' does not exist"),
+        (["x", "--kind", "dataset", "--data", "nothing.jsonl"], "--data: 'nothing.jsonl' does not exist"),
         (["x", "--kind", "distillation", "--teacher", "there"], "--model and --teacher belong together"),
     ],
 )
@@ -181,7 +181,21 @@ def test_the_plan_of_every_kind_passes_the_checks_of_train(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         changes = [f"rl_config.judge_url=http://127.0.0.1:{server.server_address[1]}/v1"]
     assert main(["explain", "--config", "run.yaml", "--validate", *changes]) == 0, capsys.readouterr().out
-    assert capsys.readouterr().out.startswith("valid\n")
+    shown = capsys.readouterr().out
+    assert shown == "valid\n" or kind == "ppo" and shown.startswith("valid\nwarning: critic: ") and "fresh one" in shown
+
+
+def test_explain_opens_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(make(tmp_path, "maths"))
+    monkeypatch.setitem(REWARDS, "my_task", None)
+    monkeypatch.delitem(REWARDS, "my_task")
+    capsys.readouterr()
+    assert main(["explain", "--config", "run.yaml"]) == 0
+    first, promise = capsys.readouterr().out.split("\n\n")[1:3]
+    assert [line.split()[0] for line in first.splitlines()] == ["model", "rows", "lengths", "steps", "planned", "chosen"]
+    assert "s an iteration on cpu" in first and promise.startswith("Promise\n")
 
 
 @pytest.mark.parametrize("columns", [("question", "answer"), ("prompt", "completion"), ("instruction", "output")])

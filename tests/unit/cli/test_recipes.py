@@ -185,6 +185,37 @@ def test_the_curve_of_the_last_stage_is_in_the_run_folder_before_it_starts(
     assert json.loads((tmp_path / "run" / EXPECTED).read_text()) == curve
 
 
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], "x is inside its band up to iteration 4, 2 of 2 windows"),
+        ([0.1, 0.2, 0.1, 0.1], "x left its band at iteration 4: the mean of iterations 3 to 4 is 0.1, expected 0.3 to 0.4"),
+        ([0.1], "too early: iterations 1 to 2 of x are not over yet"),
+        (None, "no band is known for it"),
+    ],
+)
+def test_show_says_whether_the_last_run_is_inside_of_its_band(
+    values: list[float] | None,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    windows = [{"first": 1, "last": 2, "low": 0.0, "high": 0.2}, {"first": 3, "last": 4, "low": 0.3, "high": 0.4}]
+    curve = {"metric": "x", "source": "s", "windows": windows}
+    write_recipe(tmp_path / "mine", curve=curve)
+    for folder in (Path("run"), Path("runs/recipes/mine/run")):
+        folder.mkdir(parents=True)
+        rows = [{"iteration": number, "x": value} for number, value in enumerate(values or [0.1], 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if values is not None:
+            (folder / EXPECTED).write_text(json.dumps(curve))
+    assert main(["recipe", "show", "./mine"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Last run, run: {sentence}" in shown and f"Last run, runs/recipes/mine/run: {sentence}" in shown
+
+
 def test_a_folder_of_the_user_is_a_recipe_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path / "recipes" / "mine")

@@ -130,5 +130,5 @@ def test_a_busy_port_gives_way_unless_it_was_requested(tmp_path: Path, capsys: p
     with serving(tmp_path / "run") as server:
         assert main([str(tmp_path / "run"), "--port", str(server.server_port)]) == 2
         assert f"--port {server.server_port}: " in capsys.readouterr().err
-    assert main([str(tmp_path / "nowhere")]) == 2 and "is not a folder" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == 2 and "nowhere' does not exist" in capsys.readouterr().err
     assert main([str(tmp_path / "run"), "--port", "99999999"]) == 2

@@ -139,6 +139,19 @@ def test_a_key_of_another_project_is_answered_with_its_name_here(folder: Path) -
     assert "the nearest known key is rl_config.clip_ratio" in error
 
 
+def test_the_beginning_of_one_key_is_answered_with_that_key(folder: Path) -> None:
+    (error,) = errors_of(folder, "rl_config.n_sample=4")
+    assert "the nearest known key is rl_config.n_samples_per_prompt" in error
+
+
+def test_a_run_file_of_the_working_directory_is_named_for_another_suffix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError) as raised:
+        load_run_config("run.yml")
+    assert "there is no run file run.yml (run files end in .yaml)" in str(raised.value)
+    assert f"the nearest one is {folder / 'run.yaml'}" in str(raised.value)
+
+
 def test_a_missing_run_file_names_the_nearest_one(folder: Path) -> None:
     (error,) = errors_of(folder, name="rum")
     assert f"there is no run file rum.yaml in {folder}" in error and "run" in error

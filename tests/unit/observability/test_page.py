@@ -117,7 +117,7 @@ def test_the_command_compares_runs_and_names_what_is_no_run(tmp_path, capsys):
     assert report.main([str(tmp_path / "empty")]) == 2
     assert report.main([str(tmp_path / "nowhere")]) == 2
     errors = capsys.readouterr().err
-    assert "empty holds no run" in errors and "nowhere is not a folder" in errors
+    assert "empty holds no run" in errors and "nowhere' does not exist" in errors
 
 
 def write_evaluated_run(folder):

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -26,12 +27,13 @@ from mindspeed_rl.models.plan import lay_out_model
 from mindspeed_rl.planner import advice
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions
-from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
+from mindspeed_rl.planner.devices import DEVICES, GIB, choose_platform, find_device
 from mindspeed_rl.planner.engine import _count_rollout_elements
 from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, compute_head_bytes, plan_memory
 from mindspeed_rl.planner.run_files import read_block, read_folder
 from mindspeed_rl.planner.shapes import count_stage_elements, list_grouped_ops, plan_role
+from mindspeed_rl.platform import resolve_name
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import is_valid, validate
 
@@ -92,6 +94,30 @@ def test_a_model_block_has_as_many_parameters_as_the_published_model(name: str) 
     architecture, model_config = infer_model_config(MegatronConfig(**BLOCKS[name]))
     # the blocks name the rows of the published checkpoints
     assert count_parameters(architecture, model_config) == PARAMETERS[name]
+
+
+def test_a_run_whose_files_are_here_is_planned_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree: dict[str, Any] = {
+        "platform": "auto",
+        "megatron_training": {"stage": "sft", "num_npus": 1, "data_path": "rows.jsonl", "load": "nothing"},
+    }
+
+    def find(name: str = "own") -> tuple[str, int]:
+        device = find_device(choose_platform(build_run_config(tree, config_name=name)))
+        return device.name, device.memory
+
+    assert (find()[0], find("sft_A2")[0]) == ("A3", "A2")  # on a machine that has no file of the run
+    (tmp_path / "rows.jsonl").touch()
+    assert find("sft_A2")[0] == "A2"
+    if resolve_name("auto") != "cpu":
+        pytest.skip("this machine has other devices")
+    one = find()
+    tree["megatron_training"]["num_npus"] = 4
+    four = find()
+    # Ray ends workers at 95 % of the memory, which a container may limit below the machine's
+    assert one[0] == four[0] == "cpu" and one[1] // 4 == four[1] and one[1] <= 0.95 * psutil.virtual_memory().total
+    assert DEVICES["cpu"].memory == 8 * GIB
 
 
 def test_every_shipped_model_block_is_counted() -> None:

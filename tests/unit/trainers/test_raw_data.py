@@ -313,6 +313,29 @@ def test_the_cache_is_read_where_nothing_has_changed(model: Path, data: Path, tm
     assert card_of(first).split("  rows ")[-1] == card_of(second).split("  rows ")[-1]
 
 
+@pytest.mark.parametrize(
+    ("stage", "answers", "words"),
+    [
+        ("sft", {"output": "1"}, "cuts off the trained tokens of"),
+        ("dpo", {"chosen": "1", "rejected": "2"}, "leaves out|and are left out"),
+    ],
+)
+def test_rows_that_seq_length_leaves_nothing_of_are_refused_before_workers_start(
+    stage: str, answers: dict[str, str], words: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"instruction": f"{number} " * 30, **answers} for number in range(4)]
+    data = write(tmp_path / "long.jsonl", rows)
+    with pytest.raises(ValueError, match=rf"seq_length=24 ({words}).* all 4 rows of data_path"):
+        check(model, tmp_path, stage, data, seq_length=24)
+    # three of four: a warning; one of four: nothing
+    for count in (3, 1):
+        write(data, rows[:count] + [{"instruction": f"{number}", **answers} for number in range(4 - count)])
+        check(model, tmp_path, stage, data, seq_length=24)
+        shown = capsys.readouterr().out
+        assert (re.search(rf"warning: .*{count} of 4 rows.*", shown) is not None) == (count == 3), shown
+        assert (re.search(words, shown) is not None) == (count == 3), shown
+
+
 def test_another_content_of_the_same_size_and_time_is_tokenized_anew(model: Path, data: Path, tmp_path: Path) -> None:
     first = check(model, tmp_path, "sft", data)
     stat = data.stat()
