@@ -191,7 +191,11 @@ class LocalBackend:
         try:
             for name, result in tenants.step_sampling():
                 sampling.samplers.pop(name)
-                sampling.futures.pop(name).set_result(result)
+                future = sampling.futures.pop(name)
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
         except BrokenBackendError:
             raise
         except Exception as error:  # noqa: BLE001  (raised where the calls wait)
