@@ -32,6 +32,8 @@ _CLIPS = ("clip_low_threshold", "clip_high_threshold")
 _MAX_TARGETS = 1 << 25
 #: log-probs of tokens other than the prompt's and the sampled ones in a call; the rollout engine makes an object of each
 _MAX_LOG_PROBS = 1 << 22
+#: stops of a call, which each new token of each sample is compared with, and characters of one
+_MAX_STOPS, _MAX_STOP_LENGTH = 1024, 4096
 
 
 class CallError(ValueError):
@@ -330,6 +332,10 @@ class SampleCall:
             raise CallError(f"sampling_params.top_k: {self.top_k} is not -1, 0 (all tokens) or a number of tokens.")
         if not 0 < self.top_p <= 1:
             raise CallError(f"sampling_params.top_p: {self.top_p} is not above 0 and at most 1.")
+        count, longest_text = len(self.stop_tokens) + len(self.stop_strings), max(map(len, self.stop_strings), default=0)
+        if count > _MAX_STOPS or longest_text > _MAX_STOP_LENGTH:
+            found = f"{count} stops, of up to {longest_text} characters"
+            raise CallError(f"sampling_params.stop has {found}; it has at most {_MAX_STOPS}, of {_MAX_STOP_LENGTH}.")
         if self.stop_tokens:
             _check_ids("sampling_params.stop", np.asarray(self.stop_tokens), offered.vocab_size)
         if "" in self.stop_strings:
@@ -496,7 +502,7 @@ class Backend(Protocol):
         ...
 
     def watch(self, failed: Callable[[BrokenBackendError], None]) -> None:
-        """Call this, from any thread, once nothing works any more; calls that wait then have no result."""
+        """Call this, from any thread, once nothing works any more: calls that wait then have no result, new ones are cancelled."""
         ...
 
     async def close(self) -> None:

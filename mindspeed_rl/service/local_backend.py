@@ -226,6 +226,9 @@ class LocalBackend:
         return future
 
     def _put(self, work: _Work) -> None:
+        if self._broken is not None and self._failed is not None:
+            # an error would be the result of a request, which is to run after the restart of the server
+            raise asyncio.CancelledError(str(self._broken))
         if self._has_ended:
             raise self._broken or RuntimeError("the backend is closed")
         self._queue.put(work)
