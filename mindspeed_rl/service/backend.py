@@ -502,7 +502,10 @@ class Backend(Protocol):
         ...
 
     def watch(self, failed: Callable[[BrokenBackendError], None]) -> None:
-        """Call this, from any thread, once nothing works any more: calls that wait then have no result, new ones are cancelled."""
+        """Call this, from any thread, once nothing works any more.
+
+        Calls that wait then have no result, and new ones are cancelled.
+        """
         ...
 
     async def close(self) -> None:
