@@ -111,7 +111,8 @@ class Client:
         service = Service(backend, folder, Limits(), lambda error: os._exit(1))
         service.start()
         app: Any = TinkerApp(service, Keys(None, b"s" * 32, only_local=True), compresses=False)
-        await uvicorn.Server(uvicorn.Config(app, http="h11", log_level="warning", lifespan="off")).serve([listening])
+        config = uvicorn.Config(app, http="h11", log_level="warning", lifespan="off", timeout_keep_alive=3600)
+        await uvicorn.Server(config).serve([listening])
 
     def _has_started(self) -> bool:
         try:
