@@ -1,31 +1,42 @@
-"""Steps and samples of a training service: through its backend and in the same process, and of 1, 2 and 4 models at once.
+"""Steps and samples of a training service: over HTTP and in the same process, and of 1, 2 and 4 models at once.
 
 usage: python benchmarks/service.py [--size tiny|135m] [--rounds N] [--tokens N] [--exact] [--profile]
 
 One process makes all of it, in turns: a step (`forward_backward` of 8 sequences and `optim_step`) by calls of the object that
-trains, the same by the backend that a server calls, steps of several models in joint passes (with --exact) and each in passes
-of its own, and samples of several models at the same time. Seconds are those of the processor: others may use the machine.
+trains, the same by the backend that a server calls, and the same by a client of the API over HTTP; steps of several models in
+joint passes (with --exact) and each in passes of its own; and samples of several models at the same time. Seconds are those of
+the processor, of client and server together: others may use the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
+import json
 import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import transformers
+import uvicorn
 
 from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.service import messages, protobuf
+from mindspeed_rl.service.api_server import listen
+from mindspeed_rl.service.app import TinkerApp
 from mindspeed_rl.service.backend import AdamParams, AdapterSpec, Datum, LossCall, PassCall, SampleCall
+from mindspeed_rl.service.doors import Keys
+from mindspeed_rl.service.ledger import Limits
 from mindspeed_rl.service.local_backend import LocalBackend
+from mindspeed_rl.service.service import Service
 
 SIZES = {
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -70,7 +81,7 @@ def run_config(folder: Path, tokens: int, exact: bool) -> RunConfig:
                 "dtype": "float32",
                 "kv_cache_memory_gib": 1.0,
             },
-            "serve_config": {"num_models": 4, "max_tokens_per_pass": 4 * SEQUENCES * tokens},
+            "serve_config": {"num_models": 5, "max_tokens_per_pass": 4 * SEQUENCES * tokens},
         }
     )
 
@@ -81,16 +92,93 @@ def make_data(tokens: int, seed: int) -> list[Datum]:
     return [Datum(row[:-1].tolist(), {"target_tokens": row[1:], "weights": np.ones(tokens, np.float32)}) for row in rows]
 
 
-async def _median(rounds: int, function: Callable[[int], Awaitable[object]]) -> float:
-    seconds = []
+class Client:
+    """A client of the API over HTTP, of a server of this process."""
+
+    def __init__(self, backend: LocalBackend, folder: Path) -> None:
+        listening = listen("127.0.0.1", 0)
+        threading.Thread(target=lambda: asyncio.run(self._serve(backend, folder, listening)), daemon=True).start()
+        self._connection = http.client.HTTPConnection("127.0.0.1", listening.getsockname()[1])
+        while not self._has_started():
+            time.sleep(0.05)
+        session = self._post("create_session", {})["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": backend.capabilities().base_model}
+        made = self._fetch(self._post("create_model", {**body, "lora_config": {"rank": 32, "seed": 0}}))
+        self._model, self._seq = json.loads(made)["model_id"], 1
+
+    @staticmethod
+    async def _serve(backend: LocalBackend, folder: Path, listening: Any) -> None:
+        service = Service(backend, folder, Limits(), lambda error: os._exit(1))
+        service.start()
+        app: Any = TinkerApp(service, Keys(None, b"s" * 32, only_local=True), compresses=False)
+        config = uvicorn.Config(app, http="h11", log_level="warning", lifespan="off", timeout_keep_alive=3600)
+        await uvicorn.Server(config).serve([listening])
+
+    def _has_started(self) -> bool:
+        try:
+            self._connection.connect()
+        except ConnectionRefusedError:
+            return False
+        return True
+
+    def _send(self, path: str, body: bytes, kind: str) -> bytes:
+        headers = {"x-api-key": "tml-benchmark-1", "content-type": kind}
+        self._connection.request("POST", f"/api/v1/{path}", body, headers)
+        reply = self._connection.getresponse()
+        content = reply.read()
+        if reply.status != 200:
+            raise RuntimeError(f"{path}: {reply.status} {content.decode()}")
+        return content
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return json.loads(self._send(path, json.dumps(body).encode(), "application/json"))
+
+    def _fetch(self, future: dict[str, Any]) -> bytes:
+        while True:
+            content = self._send(
+                "retrieve_future", json.dumps({"request_id": future["request_id"]}).encode(), "application/json"
+            )
+            if b'"try_again"' not in content[:100]:
+                return content
+
+    def step(self, data: Sequence[Datum]) -> None:
+        """Send a pass and a step, as the SDK does, and wait for both."""
+        passes = json.loads(self._send("forward_backward", self._write(data), "application/x-protobuf"))
+        params = {"learning_rate": 1e-4}
+        steps = self._post("optim_step", {"model_id": self._model, "seq_id": self._seq + 1, "adam_params": params})
+        self._seq += 2
+        messages_of_pass = self._fetch(passes)
+        if "step:max" not in json.loads(self._fetch(steps))["metrics"] or len(messages_of_pass) < 100:
+            raise RuntimeError("a step failed")
+
+    def _write(self, data: Sequence[Datum]) -> bytes:
+        rows = []
+        for datum in data:
+            tokens = np.asarray(datum.tokens, "<i4").tobytes()
+            inputs = [
+                {"key": name, "value": {"dense": array.tobytes(), "dtype": kind, "shape": list(array.shape)}}
+                for name, kind, array in (
+                    ("target_tokens", 2, datum.inputs["target_tokens"]),
+                    ("weights", 1, datum.inputs["weights"]),
+                )
+            ]
+            rows.append({"model_input": [{"encoded_text": {"tokens": tokens}}], "loss_fn_inputs": inputs})
+        message = {"model_id": self._model, "seq_id": self._seq, "data": rows, "loss_fn": "cross_entropy"}
+        return protobuf.encode(messages._PASS_REQUEST, message)
+
+
+async def _median(rounds: int, *functions: Callable[[int], Awaitable[object]]) -> list[float]:
+    """Return the median seconds of each function; they take turns."""
+    seconds: list[list[float]] = [[] for _ in functions]
     for index in range(rounds + 1):
-        started = time.process_time()
-        await function(index)
-        seconds.append(time.process_time() - started)
-    return statistics.median(seconds[1:])  # the first one warms up
+        for function, own in zip(functions, seconds):
+            started = time.process_time()
+            await function(index)
+            own.append(time.process_time() - started)
+    return [statistics.median(own[1:]) for own in seconds]  # the first one warms up
 
 
-async def measure(backend: LocalBackend, rounds: int, tokens: int) -> None:
+async def measure(backend: LocalBackend, folder: Path, rounds: int, tokens: int) -> None:
     ce, adam, names = LossCall("cross_entropy"), AdamParams(1e-4), "abcd"
     for index, name in enumerate(names):
         await backend.create_model(name, AdapterSpec(32, seed=index))
@@ -108,23 +196,31 @@ async def measure(backend: LocalBackend, rounds: int, tokens: int) -> None:
         await backend.forward_backward(name, make_data(tokens, index), ce, forward_only=False)
         await backend.optim_step(name, adam)
 
-    alone = await _median(rounds, in_process)
-    called = await _median(rounds, lambda index: step("a", index))
-    size = f"{SEQUENCES} x {tokens} tokens"
-    print(f"a step of {size}: {alone:.3f} s in process, {called:.3f} s by the backend ({called / alone:.2f})", flush=True)
+    client = await asyncio.to_thread(Client, backend, folder)
+    alone, called, served = await _median(
+        rounds,
+        in_process,
+        lambda index: step("a", index),
+        lambda index: asyncio.to_thread(client.step, make_data(tokens, index)),
+    )
+    print(
+        f"a step of {SEQUENCES} x {tokens} tokens: {alone:.3f} s in process, {called:.3f} s by the backend "
+        f"({called / alone:.2f}), {served:.3f} s over HTTP ({served / alone:.2f})",
+        flush=True,
+    )
     samplers = [await backend.make_sampler(name) for name in names]
     call = SampleCall(range(5, 13), max_tokens=tokens, num_samples=4, seed=1, ends_at_eos=False)
     joins = await asyncio.wrap_future(backend.submit(lambda tenants: tenants._joins_passes))
 
     async def train(count: int, joined: bool) -> float:
         await asyncio.wrap_future(backend.submit(lambda tenants: setattr(tenants, "_joins_passes", joined)))
-        return await _median(rounds, lambda index: asyncio.gather(*(step(name, index) for name in names[:count])))
+        return (await _median(rounds, lambda index: asyncio.gather(*(step(name, index) for name in names[:count]))))[0]
 
     for count in (1, 2, 4):
         trained = {"in joint passes": await train(count, True)} if joins and count > 1 else {}
         trained["each in passes of its own"] = await train(count, False)
         rates = ", ".join(f"{count * SEQUENCES * tokens / seconds:,.1f} {how}" for how, seconds in trained.items())
-        sampled = await _median(
+        (sampled,) = await _median(
             rounds, lambda index, n=count: asyncio.gather(*(backend.sample(name, call) for name in samplers[:n]))
         )
         sampled_rate = f"{count * 4 * tokens / sampled:,.1f} sampled tokens/s (4 samples per model)"
@@ -162,7 +258,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), arguments.size)
         backend = LocalBackend.open(run_config(Path(folder), arguments.tokens, arguments.exact))
-        asyncio.run(measure(backend, arguments.rounds, arguments.tokens))
+        asyncio.run(measure(backend, Path(folder) / "serve", arguments.rounds, arguments.tokens))
         if arguments.profile:
             profile(backend, arguments.tokens)
     sys.stdout.flush()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -33,13 +33,24 @@ def _multiply(inputs: Tensor, weights: Tensor, indices: Tensor, dtype: torch.dty
     weights = weights.squeeze(1) if weights.dim() == 4 else weights
     outputs = torch.zeros(len(inputs), weights.size(1), dtype=dtype)
     # a batch may be padded: indices are of its rows
-    indices = indices[: len(inputs)]
-    for index in torch.unique(indices).tolist():
-        if index >= 0:
-            rows = (indices == index).nonzero().flatten()
-            product = partial(functional.linear, weight=weights[index].to(dtype))
-            outputs[rows] = adaptors.multiply_rows(product, inputs[rows].to(dtype))
+    for index, rows in _group_rows(tuple(indices[: len(inputs)].tolist())):
+        product = partial(functional.linear, weight=weights[index].to(dtype))
+        # a copy: a matrix that begins in the middle of another one may be multiplied otherwise
+        outputs[rows] = adaptors.multiply_rows(product, inputs[rows].to(dtype, copy=True))
     return outputs
+
+
+@lru_cache(maxsize=16)
+def _group_rows(indices: tuple[int, ...]) -> list[tuple[int, slice | Tensor]]:
+    """Return the rows of each adapter; every layer of a step asks for the same."""
+    found: dict[int, list[int]] = {}
+    for row, index in enumerate(indices):
+        if index >= 0:
+            found.setdefault(index, []).append(row)
+    adjacent = {index: rows[-1] - rows[0] + 1 == len(rows) for index, rows in found.items()}
+    return [
+        (index, slice(rows[0], rows[-1] + 1) if adjacent[index] else torch.tensor(rows)) for index, rows in found.items()
+    ]
 
 
 def _shrink(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, scaling: float = 1.0) -> None:

@@ -105,6 +105,10 @@ class TinkerApp:
             await _send_json(send, 400, {"detail": str(error)})
         except JournalError as error:
             await _send_json(send, 503, {"detail": str(error)})
+        except asyncio.CancelledError:  # a wait for a result takes longer than the server has for its end
+            if not has_begun:
+                await _send_json(send, 503, {"detail": "the server ends; send the request again once it is back"})
+            raise
         except Exception as error:
             _LOG.exception("%s %s failed", scope["method"], scope["path"])
             if has_begun:  # the connection ends before Content-Length, from which the client sees that the reply is cut off

@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mindspeed_rl.run.rules.engine_limits import MAX_TEMPERATURE
+
 Array = npt.NDArray[Any]
 
 #: losses that a backend computes; a custom loss is two calls of the client: `forward_only`, then cross_entropy with weights
@@ -25,6 +27,13 @@ LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"
 StopReason = Literal["stop", "length"]
 
 _CLIPS = ("clip_low_threshold", "clip_high_threshold")
+
+#: tokens of a pass times the most targets that any of them has: each gets as many columns
+_MAX_TARGETS = 1 << 25
+#: log-probs of tokens other than the prompt's and the sampled ones in a call; the rollout engine makes an object of each
+_MAX_LOG_PROBS = 1 << 22
+#: stops of a call, which each new token of each sample is compared with, and characters of one
+_MAX_STOPS, _MAX_STOP_LENGTH = 1024, 4096
 
 
 class CallError(ValueError):
@@ -169,6 +178,11 @@ def check_data(data: Sequence[Datum], loss: LossCall, offered: Capabilities) -> 
     if not data:
         raise CallError("data: a pass needs at least one datum.")
     form = LOSSES[loss.name]
+    shapes = [datum.inputs["target_tokens"].shape for datum in data if "target_tokens" in datum.inputs]
+    widest, tokens = max((shape[1] for shape in shapes if len(shape) == 2), default=1), sum(len(datum.tokens) for datum in data)
+    if tokens * widest > _MAX_TARGETS:
+        text = f"{tokens} tokens with room for {widest} targets each, the most that one has, are above {_MAX_TARGETS}"
+        raise CallError(f"data: {text}; send fewer at once.")
     for index, datum in enumerate(data):
         where = f"data[{index}]"
         size = len(datum.tokens)
@@ -184,6 +198,9 @@ def check_data(data: Sequence[Datum], loss: LossCall, offered: Capabilities) -> 
                 raise CallError(f"{where}.loss_fn_inputs: {loss.name} has no '{name}'; it takes {known}.")
             shape = datum.inputs["target_tokens"].shape
             is_wide = loss.name == "cross_entropy" and values.ndim == 2
+            if is_wide and not 1 <= values.shape[1] <= offered.vocab_size:
+                text = f"a token has 1 to {offered.vocab_size} targets, as many as the vocabulary has tokens"
+                raise CallError(f"{where}.loss_fn_inputs.{name} has shape {values.shape}; {text}.")
             if values.shape[:1] != (size,) or values.ndim != 1 and not is_wide or values.shape != shape:
                 expected = f"({size},)" if loss.name != "cross_entropy" else f"({size},) or ({size}, K), the same for all"
                 raise CallError(f"{where}.loss_fn_inputs.{name} has shape {values.shape}; expected {expected}.")
@@ -309,10 +326,16 @@ class SampleCall:
         if self.num_samples < 1:
             raise CallError(f"num_samples: {self.num_samples} is not positive.")
         _check_number("sampling_params.temperature", self.temperature)
+        if self.temperature > MAX_TEMPERATURE:
+            raise CallError(f"sampling_params.temperature: {self.temperature:g} is not from 0 to {MAX_TEMPERATURE:g}.")
         if self.top_k < -1:
             raise CallError(f"sampling_params.top_k: {self.top_k} is not -1, 0 (all tokens) or a number of tokens.")
         if not 0 < self.top_p <= 1:
             raise CallError(f"sampling_params.top_p: {self.top_p} is not above 0 and at most 1.")
+        count, longest_text = len(self.stop_tokens) + len(self.stop_strings), max(map(len, self.stop_strings), default=0)
+        if count > _MAX_STOPS or longest_text > _MAX_STOP_LENGTH:
+            found = f"{count} stops, of up to {longest_text} characters"
+            raise CallError(f"sampling_params.stop has {found}; it has at most {_MAX_STOPS}, of {_MAX_STOP_LENGTH}.")
         if self.stop_tokens:
             _check_ids("sampling_params.stop", np.asarray(self.stop_tokens), offered.vocab_size)
         if "" in self.stop_strings:
@@ -323,9 +346,16 @@ class SampleCall:
                 raise CallError(f"{name}: {count} is not from 0 to the size of the vocabulary, {offered.vocab_size}.")
         targets = self.target_log_probs
         if targets is not None:
-            if targets.ndim != 2 or targets.shape[0] != size - 1:
-                raise CallError(f"target_prompt_logprobs has shape {targets.shape}; expected ({size - 1}, K).")
+            if targets.ndim != 2 or targets.shape[0] != size - 1 or targets.shape[1] > offered.vocab_size:
+                most = f"K at most {offered.vocab_size}, the size of the vocabulary"
+                raise CallError(f"target_prompt_logprobs has shape {targets.shape}; expected ({size - 1}, K), {most}.")
             _check_ids("target_prompt_logprobs", targets[targets != -1], offered.vocab_size)
+        # of named tokens the engine returns the whole vocabulary's
+        of_prompt = size * (self.top_prompt_log_probs if targets is None else offered.vocab_size)
+        sampled = self.num_samples * (longest - size if self.max_tokens is None else self.max_tokens) * self.top_log_probs
+        if of_prompt + sampled > _MAX_LOG_PROBS:
+            text = f"{of_prompt} log-probs of tokens for the prompt and {sampled} for the samples are above {_MAX_LOG_PROBS}"
+            raise CallError(f"{text}; ask for fewer (target_prompt_logprobs, topk_prompt_logprobs, topk_sample_logprobs).")
 
 
 #: most probable tokens of a position and their log-probs, most probable first
@@ -371,17 +401,24 @@ class SamplingModels(Protocol):
         """Start a call, and return its name."""
         ...
 
-    def step_sampling(self) -> list[tuple[str, SampleResult]]:
-        """Compute a step of all calls; return those that have ended."""
+    def step_sampling(self) -> list[tuple[str, SampleResult | Exception]]:
+        """Compute a step of all calls; return those that have ended, each with its result or its error."""
         ...
 
 
 def sample_together(models: SamplingModels, sampler: str, calls: Sequence[SampleCall]) -> list[SampleResult]:
-    """Sample all calls together; no other one is being sampled."""
+    """Sample all calls together; no other one is being sampled. The error of a call is raised once all have ended."""
     names = [models.start_sampling(sampler, call) for call in calls]
     results: dict[str, SampleResult] = {}
+    errors: list[Exception] = []
     while models.is_sampling:
-        results.update(models.step_sampling())
+        for name, result in models.step_sampling():
+            if isinstance(result, Exception):
+                errors.append(result)
+            else:
+                results[name] = result
+    if errors:
+        raise errors[0]
     return [results[name] for name in names]
 
 
@@ -465,7 +502,10 @@ class Backend(Protocol):
         ...
 
     def watch(self, failed: Callable[[BrokenBackendError], None]) -> None:
-        """Call this, from any thread, once nothing works any more; calls that wait then have no result."""
+        """Call this, from any thread, once nothing works any more.
+
+        Calls that wait then have no result, and new ones are cancelled.
+        """
         ...
 
     async def close(self) -> None:

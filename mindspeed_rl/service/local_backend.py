@@ -191,7 +191,11 @@ class LocalBackend:
         try:
             for name, result in tenants.step_sampling():
                 sampling.samplers.pop(name)
-                sampling.futures.pop(name).set_result(result)
+                future = sampling.futures.pop(name)
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
         except BrokenBackendError:
             raise
         except Exception as error:  # noqa: BLE001  (raised where the calls wait)
@@ -222,6 +226,9 @@ class LocalBackend:
         return future
 
     def _put(self, work: _Work) -> None:
+        if self._broken is not None and self._failed is not None:
+            # an error would be the result of a request, which is to run after the restart of the server
+            raise asyncio.CancelledError(str(self._broken))
         if self._has_ended:
             raise self._broken or RuntimeError("the backend is closed")
         self._queue.put(work)

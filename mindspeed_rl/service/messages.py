@@ -20,7 +20,7 @@ from mindspeed_rl.service.backend import Array, CallError, Datum, PassResult, Sa
 from mindspeed_rl.service.protobuf import BOOLEAN, BYTES, DOUBLE, INTEGER, PACKED, TEXT, Field, Message, Table, map_of
 
 #: cells of one tensor, and of all tensors of a request: a sparse one may name any shape in a few bytes
-_MAX_CELLS, _MAX_CELLS_OF_REQUEST = 1 << 26, 1 << 28
+_MAX_CELLS, _MAX_CELLS_OF_REQUEST = 1 << 24, 1 << 26
 #: number of a type of values -> the type; bfloat16 is not sent
 _DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _FLOAT32, _STOP, _LENGTH = 1, 0, 1

@@ -6,6 +6,7 @@ another release would otherwise believe that it was read.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _SIZES = {_FIXED64: 8, _FIXED32: 4}
 #: an integer of 64 bits has at most ten bytes
 _MAX_VARINT_BYTES = 10
+#: fields of a message and of those in it, and bytes of a list of integers: each takes microseconds, which others would wait for
+_MAX_FIELDS, _MAX_PACKED_BYTES = 1 << 18, 1 << 16
 #: a message as values by name; a field that repeats is a list, and one that is not set is missing
 Message = dict[str, Any]
 
@@ -53,6 +56,8 @@ def _read_text(data: memoryview) -> str:
 
 
 def _read_packed(data: memoryview) -> list[int]:
+    if len(data) > _MAX_PACKED_BYTES:
+        raise ValueError(f"a list of integers has {len(data)} bytes; it has at most {_MAX_PACKED_BYTES}")
     values, position = [], 0
     while position < len(data):
         value, position = _read_varint(data, position)
@@ -163,15 +168,21 @@ def decode(table: Table, data: memoryview) -> Message:
     """Read a message.
 
     Raises:
-        ValueError: it is not of this table; the text says what was found.
+        ValueError: it is not of this table, or takes too long to read; the text says what was found.
     """
+    return _decode(table, data, itertools.count(1))
+
+
+def _decode(table: Table, data: memoryview, numbers: Iterator[int]) -> Message:
     message: Message = {}
     for number, wire, value in _read_fields(data):
+        if next(numbers) > _MAX_FIELDS:
+            raise ValueError(f"the message has more than {_MAX_FIELDS} fields; send less at once")
         field = table.fields.get(number)
         if field is None:
             raise ValueError(f"{table.name} has no field {number} here; known: {', '.join(map(str, table.fields))}")
         if isinstance(field.kind, Table):
-            expected, read = _BYTES, lambda data, inner=field.kind: decode(inner, data)
+            expected, read = _BYTES, lambda data, inner=field.kind: _decode(inner, data, numbers)
         else:
             expected, read = field.kind.wire, field.kind.read
         if field.kind is PACKED and wire == _VARINT:  # the older form, which every reader has to accept

@@ -1,7 +1,8 @@
 """The models of a service on several devices: the calls of `Tenants`, made on all ranks.
 
 The ranks are processes that Ray places, as those of a training run. A call that every rank refuses, or in which every rank
-fails, leaves them in step. Where a rank dies, or only some fail, the server ends: started again, it continues from its journal.
+fails, leaves them in step. Where a rank dies or hangs, or only some fail, the server ends: started again, it continues from its
+journal.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from mindspeed_rl.platform.environment import HEAD_ADAPTERS_VARIABLE
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phase
 from mindspeed_rl.runtime.cluster import connect_cluster
-from mindspeed_rl.runtime.futures import LATE_PEER, LOST_PEER, WorkerError
+from mindspeed_rl.runtime.futures import LATE_PEER, LOST_PEER, WaitMonitor, WorkerError
 from mindspeed_rl.service.backend import (
     AdamParams,
     AdapterSpec,
@@ -38,6 +40,7 @@ from mindspeed_rl.service.backend import (
     SampleCall,
     SampleResult,
 )
+from mindspeed_rl.service.call_limits import CallLimits
 from mindspeed_rl.workers.remote_group import WorkerKind, start_group
 
 _LOG = logging.getLogger(__name__)
@@ -72,6 +75,9 @@ class TenantGroup:
         self._stack, self._is_broken = contextlib.ExitStack(), False
         #: replica of each call that samples
         self._calls: dict[str, int] = {}
+        self._limits, self._folder = CallLimits(run.deadlines), folder
+        # a rank that hangs is given up, whether or not a training run would be resumed
+        self._tolerance = replace(run.fault_tolerance, enabled=True)
         count, cpus = run.placement.num_devices, (run.config.rl_config or RLConfig()).num_cpus_for_placement_group
         with contextlib.ExitStack() as stack:
             logs = folder / "logs" / "ray"
@@ -85,16 +91,20 @@ class TenantGroup:
 
     # ------------------------------------------------------------------ calls of all ranks
 
-    def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        return self._read(method, self._run(_CALL, method, arguments, keywords))
+    def _call(self, method: str, *arguments: Any, num_tokens: int = 1, **keywords: Any) -> Any:
+        return self._read(method, self._run(_CALL, method, num_tokens, method, arguments, keywords))
 
-    def _run(self, phase: Phase, *arguments: Any) -> list[Any]:
+    def _run(self, phase: Phase, method: str, num_tokens: int, *arguments: Any) -> list[Any]:
         """Return the results of all ranks."""
+        start_s = time.monotonic()
+        self._group.monitor = WaitMonitor(self._folder, self._limits.find(method, num_tokens), self._tolerance)
         try:
-            return self._group.call(phase, *arguments)
+            results = self._group.call(phase, *arguments)
         except (WorkerError, RayError) as error:
             self._is_broken = True
             raise BrokenBackendError(str(error)) from error
+        self._limits.note(method, num_tokens, time.monotonic() - start_s)
+        return results
 
     def _read(self, method: str, outcomes: Sequence[tuple[str, Any]]) -> Any:
         """Return the result of the first rank, or raise what all ranks have raised."""
@@ -125,7 +135,7 @@ class TenantGroup:
     def run_passes(self, calls: Sequence[PassCall]) -> list[PassResult | Exception]:
         """See `Tenants.run_passes`."""
         try:
-            return self._call("run_passes", calls)
+            return self._call("run_passes", calls, num_tokens=sum(_count_tokens(call.data) for call in calls))
         except BrokenBackendError:
             raise
         except RuntimeError as error:  # on all ranks
@@ -136,7 +146,7 @@ class TenantGroup:
 
     def _run_alone(self, call: PassCall) -> PassResult | Exception:
         try:
-            return self._call("run_passes", [call])[0]
+            return self._call("run_passes", [call], num_tokens=_count_tokens(call.data))[0]
         except BrokenBackendError:
             raise
         except RuntimeError as error:  # raised where this call waits
@@ -146,7 +156,8 @@ class TenantGroup:
         self, model_id: str, data: Sequence[Datum], loss: LossCall, *, forward_only: bool = False
     ) -> PassResult:
         """See `Backend.forward_backward`."""
-        return self._call("forward_backward", model_id, data, loss, forward_only=forward_only)
+        tokens = _count_tokens(data)
+        return self._call("forward_backward", model_id, data, loss, forward_only=forward_only, num_tokens=tokens)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         """See `Backend.optim_step`."""
@@ -198,9 +209,9 @@ class TenantGroup:
         """Return whether calls are in the engines."""
         return bool(self._calls)
 
-    def step_sampling(self) -> list[tuple[str, SampleResult]]:
+    def step_sampling(self) -> list[tuple[str, SampleResult | Exception]]:
         """Compute steps of all engines; return the calls that have ended."""
-        results = self._run(_STEP, _NUM_STEPS)
+        results = self._run(_STEP, _STEP.name, 1, _NUM_STEPS)
         self._read("step_sampling", [outcome for outcome, _ in results])
         ended = [item for _, own in results for item in own]
         for name, _ in ended:
@@ -218,6 +229,10 @@ class TenantGroup:
             if not self._is_broken:
                 with contextlib.suppress(RuntimeError, CallError):  # they end all the same
                     self._call("close")
+
+
+def _count_tokens(data: Sequence[Datum]) -> int:
+    return max(1, sum(len(datum.tokens) for datum in data))
 
 
 def _are_in_step(outcomes: Sequence[tuple[str, Any]]) -> bool:

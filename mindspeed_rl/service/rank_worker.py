@@ -43,9 +43,9 @@ class RankWorker:
             return "failed", f"{type(error).__name__}: {error}"
         return "done", result if self._rank == 0 else None
 
-    def step_tenants(self, num_steps: int) -> tuple[Outcome, list[tuple[str, SampleResult]]]:
+    def step_tenants(self, num_steps: int) -> tuple[Outcome, list[tuple[str, SampleResult | Exception]]]:
         """Compute steps of this rank's rollout engine until calls end; return them where this rank returns its results."""
-        ended: list[tuple[str, SampleResult]] = []
+        ended: list[tuple[str, SampleResult | Exception]] = []
         try:
             for _ in range(num_steps):
                 if ended or not self._tenants.is_sampling:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mindspeed_rl.service.backend import SampleCall, SampleResult
+from mindspeed_rl.service.backend import CallError, SampleCall, SampleResult
 from mindspeed_rl.service.sampling import SamplingEngine
 
 
@@ -50,16 +50,21 @@ class SamplerTurns:
         """Return whether a step has work."""
         return bool(self._waiting) or self._engine.has_calls
 
-    def step(self) -> list[tuple[str, SampleResult]]:
-        """Compute a step of the calls whose weights are there; return those that have ended."""
+    def step(self) -> list[tuple[str, SampleResult | Exception]]:
+        """Compute a step of the calls whose weights are there; return those that have ended, or that the engine refuses."""
         if self._waiting and not self._engine.has_calls and self._waiting[0].weights != self._loaded:
             self._loaded = ""  # a load that breaks off leaves nothing that a call could use
             self._load(self._waiting[0].weights)
             self._loaded = self._waiting[0].weights
+        ended: list[tuple[str, SampleResult | Exception]] = []
         while self._waiting and self._waiting[0].weights == self._loaded:
             call = self._waiting.popleft()
-            self._engine.start(call.name, call.call, call.adapter, self._end_tokens)
-        return self._engine.step_calls() if self._engine.has_calls else []
+            try:
+                self._engine.start(call.name, call.call, call.adapter, self._end_tokens)
+            except Exception as error:  # noqa: BLE001  (of this call alone: releases of vLLM have limits of their own)
+                self._engine.abort_call(call.name)
+                ended.append((call.name, CallError(f"the rollout engine refuses this call: {error}")))
+        return [*ended, *(self._engine.step_calls() if self._engine.has_calls else [])]
 
     def abort(self, name: str) -> None:
         """Abort a call; nothing happens where it has ended."""

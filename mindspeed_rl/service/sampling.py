@@ -162,9 +162,9 @@ def _build_result(running: _Running) -> SampleResult:
     targets = call.target_log_probs
     at_targets = None
     if targets is not None:
-        rows = [[0.0 if token == -1 else float((at or {})[int(token)].logprob) for token in row]
-                for row, (_, at) in zip(targets, pairs[1:], strict=True)]  # fmt: skip
-        at_targets = np.asarray(rows, np.float32).reshape(targets.shape)
+        at_targets = np.zeros(targets.shape, np.float32)
+        for row, column in np.argwhere(targets != -1):  # of which there may be few
+            at_targets[row, column] = (positions[row + 1] or {})[int(targets[row, column])].logprob
     return SampleResult(
         samples,
         log_probs if call.prompt_log_probs else None,

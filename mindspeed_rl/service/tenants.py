@@ -232,8 +232,8 @@ class Tenants(ClientModels):
         """Return whether calls are in the engine."""
         return self._turns.has_calls
 
-    def step_sampling(self) -> list[tuple[str, SampleResult]]:
-        """Compute a step of all calls; return those that have ended."""
+    def step_sampling(self) -> list[tuple[str, SampleResult | Exception]]:
+        """Compute a step of all calls; return those that have ended, or that the engine refuses."""
         return self._turns.step()
 
     def abort_sampling(self, name: str) -> None:

@@ -302,6 +302,16 @@ async def check_state(backend: LocalBackend, work: Path) -> dict[str, Any]:
     }
 
 
+def sample_beside_a_refused_call(tenants: Any, sampler: str) -> list[Any]:
+    """What a call gets whose parameters only vLLM refuses, and the tokens of one that waited with it."""
+    good = tenants.start_sampling(sampler, SampleCall([5, 6, 7, 8], max_tokens=10, seed=3, ends_at_eos=False))
+    tenants._turns.start("bad", SampleCall([5], num_samples=2, top_p=1.5), None, "base")
+    results = dict[str, Any]()
+    while tenants.is_sampling:
+        results.update(tenants.step_sampling())
+    return [type(results["bad"]).__name__, str(results["bad"]), len(results[good].samples[0].tokens)]
+
+
 async def check_sampling(backend: LocalBackend) -> dict[str, Any]:
     """Stops, limits, seeds, greedy tokens, log-probs of other tokens, and an aborted call."""
     sampler = await backend.make_sampler(None)
@@ -324,6 +334,7 @@ async def check_sampling(backend: LocalBackend) -> dict[str, Any]:
     long.cancel()
     cancelled = (await asyncio.gather(long, return_exceptions=True))[0]
     after = await sample(max_tokens=10, seed=3, ends_at_eos=False)
+    beside = await asyncio.wrap_future(backend.submit(lambda tenants: sample_beside_a_refused_call(tenants, sampler)))
     await backend.drop_sampler(sampler)
     assert prompt.target_log_probs is not None and prompt.prompt_log_probs is not None
     assert prompt.top_prompt_log_probs is not None and greedy.samples[0].top_log_probs is not None
@@ -344,6 +355,7 @@ async def check_sampling(backend: LocalBackend) -> dict[str, Any]:
         ],
         "cancelled": isinstance(cancelled, asyncio.CancelledError),
         "after": after == free,
+        "beside": beside,
     }
 
 

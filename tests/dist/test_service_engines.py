@@ -83,6 +83,11 @@ def test_samples_end_where_the_call_says_and_have_the_log_probs_of_the_model(see
     assert sampling["prompt"] == [[], None, 0.0, 0.0, [0, 3, 3, 3]]
 
 
+def test_a_call_that_the_rollout_engine_refuses_leaves_the_calls_of_others(seen: dict[str, Any]) -> None:
+    kind, text, length = seen["sampling"]["beside"]
+    assert kind == "CallError" and "top_p" in text and length == 10
+
+
 def test_a_loop_of_a_program_learns_averages_its_weights_and_is_loaded_by_peft(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM.with_name("service_trainer_program.py")), str(tmp_path)],

@@ -171,6 +171,17 @@ def test_the_digest_of_a_request_does_not_depend_on_the_order_of_its_maps():
 _GOOD = _request().SerializeToString()
 
 
+def _nest(numbers, content):
+    """Return the content as bytes of nested fields."""
+    for number in reversed(numbers):
+        size = b""
+        count = len(content)
+        while count > 127:
+            size, count = size + bytes([count & 127 | 128]), count >> 7
+        content = bytes([number << 3 | 2]) + size + bytes([count]) + content
+    return content
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [
@@ -237,3 +248,17 @@ def test_a_chunk_that_is_no_text_is_refused_by_its_name():
     request.data[0].model_input.add().image.data = b"png"
     with pytest.raises(CallError, match="chunk 'image'"):
         messages.read_pass_request(request.SerializeToString()).read_data()
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"\x1a\x00" * 300_000, "more than 262144 fields"),  # data without anything, two bytes each
+        (b"\x1a\x04\x12\x02\x0a\x00" * 100_000, "more than 262144 fields"),
+        # target_tokens with a shape of 70,000 ones
+        (_nest([3, 2, 2, 4], b"\x01" * 70_000), "has 70000 bytes; it has at most 65536"),
+    ],
+)
+def test_a_message_that_would_take_long_to_read_is_refused(body, text):
+    with pytest.raises(ValueError, match=text):
+        messages.read_pass_request(body)

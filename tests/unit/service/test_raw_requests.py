@@ -1,26 +1,27 @@
 """Requests of a client without the SDK to a server process: sockets and http.client, what is wrong among them, and a kill."""
 
 import http.client
-import json
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from bigram_backend import VOCAB, log_softmax
 from patience import patient
-from test_service import ALICE, BOB, read_pass, train_alone, write_pass
+from service_requests import ALICE, BOB, Requests, read_pass, write_pass
+from test_service import train_alone
 
 PROGRAM = Path(__file__).parents[2] / "bigram_server.py"
 
 pytestmark = pytest.mark.slow
 
 
-class Raw:
+class Raw(Requests):
     """A server process, and requests to it."""
 
     def __init__(self, folder):
@@ -46,41 +47,6 @@ class Raw:
     def end(self):
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(patient(30))
-
-    def send(self, method, path, body=None, key=ALICE, headers=None, connection=None):
-        """Return status and content; a dict is sent as JSON."""
-        content = json.dumps(body).encode() if isinstance(body, dict) else body
-        kind = {"content-type": "application/json"} if isinstance(body, dict) else {}
-        own = connection or http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(60))
-        own.request(method, f"/api/v1/{path}", content, {"x-api-key": key, **kind, **(headers or {})})
-        reply = own.getresponse()
-        data = reply.read()
-        if connection is None:
-            own.close()
-        return reply.status, json.loads(data) if reply.headers["content-type"] == "application/json" else data
-
-    def post(self, path, body, key=ALICE, **options):
-        status, reply = self.send("POST", path, body, key, **options)
-        assert status == 200, reply
-        return reply
-
-    def fetch(self, future, key=ALICE):
-        while True:
-            reply = self.post("retrieve_future", {"request_id": future["request_id"]}, key)
-            if not isinstance(reply, dict) or reply.get("type") != "try_again":
-                return reply
-
-    def open_model(self, key=ALICE):
-        session = self.post("create_session", {}, key)["session_id"]
-        body = {"session_id": session, "model_seq_id": 0, "base_model": "bigram", "lora_config": {"rank": 2}}
-        return self.fetch(self.post("create_model", body, key), key)["model_id"]
-
-    def run_pass(self, *arguments, key=ALICE, **options):
-        headers = {"content-type": "application/x-protobuf"}
-        return self.send("POST", "forward_backward", write_pass(*arguments, **options), key, headers)
-
-    def step(self, model, seq, key=ALICE):
-        return self.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.1}}, key)
 
     def talk(self, data, *, dies=False):
         """Return what comes back for bytes of any kind; a client that dies sends nothing more."""
@@ -197,3 +163,17 @@ def test_a_thousand_sessions_open_over_one_connection_and_another_key_still_work
     model = raw.open_model(BOB)
     result = raw.fetch(raw.run_pass(model, 1, [2], [3], key=BOB)[1], BOB)
     assert read_pass(result)[0]["loss:sum"] == pytest.approx(np.log(VOCAB))
+
+
+def test_a_wait_for_a_result_is_answered_in_the_form_of_the_api_when_the_server_ends(raw):
+    model = raw.open_model()
+    waiting = raw.run_pass(model, 2, [2], [3])[1]  # number 1 does not arrive
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(raw.send, "POST", "retrieve_future", {"request_id": waiting["request_id"]})
+        time.sleep(0.5)
+        assert raw.end() == 0
+        status, body = reply.result()
+    assert status == 503 and "the server ends" in body["detail"]
+    raw.start()
+    raw.run_pass(model, 1, [2], [3])
+    assert read_pass(raw.fetch(waiting))[0]["loss:sum"] == pytest.approx(np.log(VOCAB))

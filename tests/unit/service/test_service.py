@@ -3,22 +3,23 @@
 import asyncio
 import contextlib
 import json
+from pathlib import Path
 
 import bigram_backend
 import httpx
 import numpy as np
 import pytest
 from bigram_backend import VOCAB, BigramBackend, log_softmax
+from service_requests import ALICE, BOB, read_pass, write_pass
 
 from mindspeed_rl.service import messages, protobuf
 from mindspeed_rl.service.app import TinkerApp
-from mindspeed_rl.service.backend import AdamParams
+from mindspeed_rl.service.backend import AdamParams, CallError, Capabilities, Datum, LossCall, SampleCall, check_data
 from mindspeed_rl.service.doors import Keys, decompress, read_keys
 from mindspeed_rl.service.ledger import Limits
 from mindspeed_rl.service.replies import RefusedError
 from mindspeed_rl.service.service import Service
 
-ALICE, BOB = "tml-alice-12345", "tml-bob-1234567"
 OWNERS = {ALICE: "alice", BOB: "bob"}
 JSON = {"content-type": "application/json"}
 BINARY = {"content-type": "application/x-protobuf"}
@@ -71,31 +72,6 @@ class Server:
     async def step(self, model_id, seq, key=ALICE, **params):
         body = {"model_id": model_id, "seq_id": seq, "adam_params": {"learning_rate": 0.1, **params}}
         return await self.post("optim_step", body, key=key)
-
-
-def write_pass(model_id, seq, tokens, targets, weights=None, *, loss="cross_entropy", forward_only=False, config=(), inputs=()):
-    arrays = {"target_tokens": np.array(targets, np.int64)}
-    if loss == "cross_entropy":
-        arrays["weights"] = np.ones(len(targets), np.float32) if weights is None else np.array(weights, np.float32)
-    arrays |= dict(inputs)
-
-    def write(array):
-        kind = 1 if array.dtype == np.float32 else 2
-        return {"dense": array.tobytes(), "dtype": kind, "shape": list(array.shape)}
-
-    datum = {
-        "model_input": [{"encoded_text": {"tokens": np.array(tokens, np.int32).tobytes()}}],
-        "loss_fn_inputs": [{"key": name, "value": write(array)} for name, array in arrays.items()],
-    }
-    message = {"model_id": model_id, "seq_id": seq, "data": [datum], "loss_fn": loss, "forward_only": forward_only}
-    values = [{"key": name, "value": value} for name, value in config]
-    return protobuf.encode(messages._PASS_REQUEST, message | {"loss_fn_config": values})
-
-
-def read_pass(content):
-    message = protobuf.decode(messages._PASS_RESULT, memoryview(content))
-    outputs = protobuf.read_map(message["loss_fn_outputs"][0]["fields"])
-    return protobuf.read_map(message["metrics"]), np.frombuffer(outputs["logprobs"]["data"], np.float32)
 
 
 @contextlib.asynccontextmanager
@@ -728,6 +704,8 @@ def test_a_body_that_is_wrong_is_refused_with_its_key(tmp_path, content, text):
         ({"tokens": [2], "targets": [3], "loss": "importance_sampling"}, "'logprobs' is missing"),
         ({"tokens": [2], "targets": [3], "config": [("beta", 1.0)]}, "has no 'beta'"),
         ({"tokens": [2], "targets": [3], "inputs": [("mask", np.ones(1, np.float32))]}, "has no 'mask'"),
+        ({"tokens": [2], "targets": np.zeros((1, 0)), "weights": np.zeros((1, 0))}, "a token has 1 to 16 targets"),
+        ({"tokens": [2], "targets": np.zeros((1, 17)), "weights": np.zeros((1, 17))}, "a token has 1 to 16 targets"),
     ],
 )
 def test_wrong_data_fails_in_its_turn_and_later_requests_go_on(tmp_path, options, text):
@@ -744,6 +722,41 @@ def test_wrong_data_fails_in_its_turn_and_later_requests_go_on(tmp_path, options
             assert server.backend.models[model].weights == pytest.approx(train_alone([[(2, 3)]]))
 
     run(work())
+
+
+def test_a_few_targets_too_many_for_all_tokens_of_a_pass_are_refused():
+    """Each token of a pass has as many columns as the one with the most targets."""
+    offered = Capabilities("base", Path(), 1 << 17, 1 << 15, 8, 1, unembed=True, full_weights=False)
+
+    def make(size, shape):
+        inputs = {"target_tokens": np.zeros(shape, np.int64), "weights": np.zeros(shape, np.float32)}
+        return Datum([1] * size, inputs)
+
+    wide, long = make(1, (1, 1 << 17)), make(1 << 12, (1 << 12,))
+    check_data([wide], LossCall("cross_entropy"), offered)
+    check_data([long], LossCall("cross_entropy"), offered)
+    with pytest.raises(CallError, match="4097 tokens with room for 131072 targets each"):
+        check_data([long, wide], LossCall("cross_entropy"), offered)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (SampleCall([1, 2], temperature=2.1), "temperature: 2.1 is not from 0 to 2"),
+        (SampleCall([1, 2], target_log_probs=np.full((1, 1 << 18), -1)), "K at most 131072"),
+        (SampleCall([1, 2], stop_tokens=(5,) * 1025), "stop has 1025 stops"),
+        (SampleCall([1, 2], stop_strings=("ab", "a" * 4097)), "2 stops, of up to 4097 characters"),
+        # 33 x 2**17 of the whole vocabulary are more than 2**22
+        (SampleCall([1] * 33, target_log_probs=np.full((32, 1), -1)), "4325376 log-probs of tokens for the prompt"),
+        (SampleCall([1] * 50, max_tokens=10, num_samples=100, top_log_probs=4300), "and 4300000 for the samples"),
+    ],
+)
+def test_a_call_that_the_rollout_engine_could_not_do_is_refused_before(call, text):
+    offered = Capabilities("base", Path(), 1 << 17, 64, 8, 1, unembed=True, full_weights=False)
+    SampleCall([1] * 32, max_tokens=10, num_samples=100, top_log_probs=4000).check(offered)
+    SampleCall([1] * 31, max_tokens=0, target_log_probs=np.full((30, 1), -1)).check(offered)
+    with pytest.raises(CallError, match=text):
+        call.check(offered)
 
 
 def test_an_integer_that_no_float_holds_fails_as_the_clients_and_the_model_stays(tmp_path):

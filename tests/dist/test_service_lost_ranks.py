@@ -1,0 +1,192 @@
+"""A server on two devices, one of which dies, is stopped or does not answer: it ends, and started again it loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from patience import patient
+from ports import find_free_port
+from service_ranks_program import make_model, tree
+from service_requests import Requests, read_pass
+
+pytestmark = [pytest.mark.slow, pytest.mark.extra]
+NUM_STEPS = 12
+
+
+class Server(Requests):
+    """A server process on two data-parallel ranks, and requests that are sent again while it is away, as the SDK's are."""
+
+    base_model, lora_config = "tiny", {"rank": 2, "seed": 1}
+
+    def __init__(self, folder: Path) -> None:
+        make_model(folder / "model")
+        self.folder, self.port = folder, find_free_port()
+        run = tree(str(folder / "model"), folder, 1, 2)
+        run["rl_config"]["fault_tolerance"] = {"heartbeat_interval_s": 1.0}
+        run["serve_config"]["port"] = self.port
+        (folder / "server.yaml").write_text(yaml.safe_dump(run))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = [sys.executable, "-m", "mindspeed_rl.cli.main", "serve", "--config-name", "server"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*words, "--config-dir", str(self.folder)], stdout=log, stderr=log, cwd=self.folder, env=env
+            )
+        end_s = time.monotonic() + patient(240)
+        while time.monotonic() < end_s:
+            assert self.process.poll() is None, self.read_log()
+            try:
+                if super().send("GET", "healthz")[0] == 200:
+                    return
+            except OSError:
+                time.sleep(0.3)
+        raise AssertionError(self.read_log())
+
+    def read_log(self) -> str:
+        return (self.folder / "server.log").read_text()[-6000:]
+
+    def send(self, *arguments: Any, **options: Any) -> Any:
+        end_s = time.monotonic() + patient(300)
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                status, reply = super().send(*arguments, **options)
+                if status != 503:
+                    return status, reply
+                assert "the server ends" in reply["detail"]
+            assert time.monotonic() < end_s, "the server does not come back"
+            time.sleep(0.2)
+
+    def find_ranks(self) -> list[psutil.Process]:
+        assert self.process is not None
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if "WorkerProcess" in " ".join(child.cmdline())]
+
+    def wait_for_end(self, limit_s: float) -> float:
+        """Return the seconds until the server has ended by itself, with none of its ranks left."""
+        assert self.process is not None
+        ranks, start_s = self.find_ranks(), time.monotonic()
+        assert len(ranks) == 2 and self.process.wait(patient(limit_s)) == 1, self.read_log()
+        assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+        return time.monotonic() - start_s
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("service_lost_ranks"))
+    server.start()
+    yield server
+    assert server.process is not None
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(patient(90)) == 0, server.read_log()
+
+
+def train(server: Server, seen: list[Any]) -> list[Any]:
+    """Append losses, log-probs, counts of steps and samples of a loop with two passes a step to `seen`, and return it."""
+    model = server.open_model()
+    session = model.partition(":")[0]
+    seq = 1
+    for step in range(NUM_STEPS):
+        futures = []
+        for part in range(2):
+            tokens = [5 + (7 * step + 3 * part + index) % 80 for index in range(9 + part)]
+            status, future = server.run_pass(model, seq, tokens[:-1], tokens[1:])
+            assert status == 200, future
+            futures.append(future)
+            seq += 1
+        stepped = server.step(model, seq)
+        seq += 1
+        for future in futures:
+            metrics, log_probs = read_pass(server.fetch(future))
+            seen.append([metrics["loss:sum"], log_probs.tobytes()])
+        metrics = server.fetch(stepped)["metrics"]
+        assert metrics["step:max"] == step + 1  # none was lost, and none applied twice
+        seen.append(metrics)
+        if step % 4 == 3:
+            body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": step}
+            sampler = server.fetch(server.post("save_weights_for_sampler", body))["sampling_session_id"]
+            seq += 1
+            assert sampler.startswith(session)
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+            params = {"max_tokens": 6, "seed": step}
+            asked = {"prompt": prompt, "sampling_params": params, "num_samples": 2, "sampling_session_id": sampler, "seq_id": 0}
+            seen.append(server.fetch(server.post("asample", asked)))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> list[Any]:
+    return train(server, [])
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "its process died"), (signal.SIGSTOP, "is stopped")])
+def test_a_rank_that_dies_or_is_stopped_changes_no_bit_of_a_loop(
+    server: Server, undisturbed: list[Any], number: signal.Signals, said: str
+) -> None:
+    seen: list[Any] = []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(train, server, seen)
+        while len(seen) < 10:
+            assert not running.done() or running.result()
+            time.sleep(0.02)
+        server.find_ranks()[-1].send_signal(number)
+        ended_s = server.wait_for_end(60)
+        server.start()
+        result = running.result(timeout=patient(240))
+    print(f"{number.name}: the server ended after {ended_s:.1f} s")
+    assert said in server.read_log()
+    assert result == undisturbed
+
+
+def test_ranks_without_a_heartbeat_end_the_server_and_their_operation_is_done_after_the_restart(server: Server) -> None:
+    """A file that nobody writes is what ranks wait for, in a library that keeps Python's lock."""
+    model = server.open_model()
+    server.fetch(server.run_pass(model, 1, [5, 6, 7], [6, 7, 8])[1])
+    server.fetch(server.step(model, 2))
+    path = server.fetch(server.post("save_weights", {"model_id": model, "seq_id": 3, "path": "kept"}))["path"]
+    expected = read_pass(server.fetch(server.run_pass(model, 4, [5, 6, 7], [6, 7, 8], forward_only=True)[1]))
+    file = max((server.folder / "server" / "checkpoints").rglob("state.safetensors"), key=lambda each: each.stat().st_mtime)
+    content = file.read_bytes()
+    file.unlink()
+    os.mkfifo(file)
+    future = server.post("load_weights", {"model_id": model, "seq_id": 5, "path": path, "optimizer": True})
+    ended_s = server.wait_for_end(150)
+    file.unlink()
+    file.write_bytes(content)
+    server.start()
+    assert server.fetch(future)["path"] == path
+    print(f"without a heartbeat: the server ended after {ended_s:.1f} s")
+    assert "has no heartbeat any more" in server.read_log()
+    again = read_pass(server.fetch(server.run_pass(model, 6, [5, 6, 7], [6, 7, 8], forward_only=True)[1]))
+    assert again[0] == expected[0] and again[1].tobytes() == expected[1].tobytes()
+
+
+def test_a_killed_server_leaves_no_rank_and_continues(server: Server, undisturbed: list[Any]) -> None:
+    seen: list[Any] = []
+    with ThreadPoolExecutor(1) as pool:
+        running: Any = pool.submit(train, server, seen)
+        while len(seen) < 10:
+            assert not running.done() or running.result()
+            time.sleep(0.02)
+        ranks = server.find_ranks()
+        assert server.process is not None and len(ranks) == 2
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait(patient(30))
+        _, left = psutil.wait_procs(ranks, timeout=patient(60))
+        assert not left
+        server.start()
+        assert running.result(timeout=patient(240)) == undisturbed

@@ -1,0 +1,52 @@
+"""Calls of the ranks of a service have limits that follow what earlier calls have taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rl.config import Deadlines
+from mindspeed_rl.config.keys.deadlines import DEFAULTS
+from mindspeed_rl.service.call_limits import CallLimits
+
+
+def limit(limits: CallLimits, method: str, num_tokens: int = 1) -> float:
+    return limits.find(method, num_tokens).limit("update")
+
+
+def test_the_first_call_of_a_kind_has_the_deadline_of_the_run() -> None:
+    limits = CallLimits(Deadlines())
+    limits.note("optim_step", 1, 0.5)
+    assert limit(limits, "run_passes", 8192) == DEFAULTS["update"] and limit(limits, "optim_step") == 300
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (1, 300),  # the shortest limit
+        (1024, 300),  # 5 x 20 s, below it
+        (8192, 5 * 160),
+        (16384, 5 * 320),
+        (1 << 20, 1800),  # never above the run's deadline
+    ],
+)
+def test_a_later_pass_has_five_times_what_its_tokens_let_expect(tokens: int, expected: float) -> None:
+    limits = CallLimits(Deadlines())
+    limits.note("run_passes", 10, 0.1)
+    limits.note("run_passes", 1024, 20)
+    limits.note("run_passes", 10, 1.0)
+    assert limit(limits, "run_passes", tokens) == expected
+
+
+def test_the_deadline_grows_with_the_longest_call() -> None:
+    limits = CallLimits(Deadlines())
+    limits.note("run_passes", 1024, 500)
+    assert limit(limits, "run_passes", 2048) == limit(limits, "load_state") == 2500
+
+
+def test_calls_of_the_disk_and_runs_with_a_deadline_of_their_own_keep_it() -> None:
+    limits = CallLimits(Deadlines())
+    limits.note("save_state", 1, 0.1)
+    assert limit(limits, "save_state") == DEFAULTS["update"]
+    own = CallLimits(Deadlines({**DEFAULTS, "update": 40.0}, frozenset({"update"})))
+    own.note("run_passes", 1024, 500)
+    assert limit(own, "run_passes", 1024) == limit(own, "optim_step") == 40
