@@ -126,6 +126,14 @@ class PairOfSecond(Pair):
     roles = ("second",)
 
 
+class Seldom(Pair):
+    """The same game, in which the second player only plays rows whose digits have an even sum."""
+
+    def step(self, role, text):
+        rewards, following, messages = super().step(role, text)
+        return rewards, following if sum(map(int, self.label)) % 2 == 0 else None, messages
+
+
 class DuelWithFrozen:
     """The same game against an opponent that never learns: it is right where the sum of the digits is even."""
 

@@ -105,3 +105,31 @@ def test_opponents_of_the_past_play_with_the_adapter_of_their_role(task: Path, t
     resumed = finished(task, tmp_path / "part", *adapters_of(task, tmp_path / "part", "Duel", *past, *load))
     figures = steps_of(whole)
     assert {step: figures[step] for step in (3, 4)} == steps_of(resumed)
+
+
+def test_replicas_without_rows_of_an_adapter_make_its_step_with_the_others(task: Path, tmp_path: Path) -> None:
+    # a prompt a replica: the second role speaks in the games of some replicas only
+    keys = [
+        OWN,
+        "megatron_training.train_iters=2",
+        "megatron_training.global_batch_size=2",
+        "rl_config.mini_batch_size=2",
+        "actor_config.micro_batch_size=8",
+        "rl_config.use_dynamic_bsz=true",
+        *(f"rl_config.{use}_max_packing_token_size=256" for use in ("actor", "ref", "update")),
+        "actor_config.use_distributed_optimizer=true",
+    ]
+    figures = []
+    for name, count in (("one", 1), ("two", 2)):
+        folder = tmp_path / name
+        changes = [*keys, f"rl_config.actor_resource.num_npus={count}"]
+        command = finished(task, folder, *adapters_of(task, folder, "Seldom", *changes))
+        exported = command.folder / "save/hf/latest"
+        assert sorted(path.name for path in exported.iterdir()) == ["critic", "solver"]
+        figures.append(command.metrics[0])
+    one, two = figures
+    for name in ("roles/first/reward", "response_length/mean", "roles/second/tokens"):
+        assert one.get(name) == two.get(name), name
+    for adapter in ("solver", "critic"):
+        norm = f"adapters/{adapter}/grad_norm"
+        assert one.get(norm, 0.0) == pytest.approx(two.get(norm, 0.0), rel=1e-4, abs=1e-9), adapter
