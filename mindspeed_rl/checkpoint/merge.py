@@ -145,7 +145,8 @@ def open_model(path: Path, base: Path | None, mtp_num_layers: int | None) -> Mer
     hub_name = None if path.is_dir() else parse_hub_name(str(path))
     folder = path if hub_name is None else Path(fetch(hub_name, "--models"))
     below = folder
-    if inner := describe_inner_adapters(folder):
+    is_model = is_peft_folder(folder) or (folder / "config.json").is_file()
+    if not is_model and (inner := describe_inner_adapters(folder)):
         raise ValueError(f"{path} is not a model{inner}")
     if is_peft_folder(folder):
         below = base or Path(find_adapter_base(folder) or "").expanduser()
