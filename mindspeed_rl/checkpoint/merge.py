@@ -22,7 +22,7 @@ from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, same_bits
 from mindspeed_rl.checkpoint.lora import PeftMerge, is_peft_folder, open_peft
 from mindspeed_rl.checkpoint.merge_methods import METHODS, MergeSettings
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf
-from mindspeed_rl.config.model_metadata import find_adapter_base
+from mindspeed_rl.config.model_metadata import describe_inner_adapters, find_adapter_base
 from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models import architecture_for
@@ -145,6 +145,9 @@ def open_model(path: Path, base: Path | None, mtp_num_layers: int | None) -> Mer
     hub_name = None if path.is_dir() else parse_hub_name(str(path))
     folder = path if hub_name is None else Path(fetch(hub_name, "--models"))
     below = folder
+    is_model = is_peft_folder(folder) or (folder / "config.json").is_file()
+    if not is_model and (inner := describe_inner_adapters(folder)):
+        raise ValueError(f"{path} is not a model{inner}")
     if is_peft_folder(folder):
         below = base or Path(find_adapter_base(folder) or "").expanduser()
         hub_name = None if below.is_dir() else parse_hub_name(str(below))

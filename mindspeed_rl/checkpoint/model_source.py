@@ -11,7 +11,7 @@ from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.checkpoint.newest import TRACKER_NAME, iterations, newest_checkpoint
 from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.model_metadata import HF_FILES, find_adapter_base
+from mindspeed_rl.config.model_metadata import HF_FILES, describe_inner_adapters, find_adapter_base
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.files import describe_missing
 from mindspeed_rl.models.plan import ModelSource, read_model
@@ -98,7 +98,7 @@ def _describe_no_weights(value: str) -> str:
     if any(folder.glob("*.safetensors")):
         return f"{where} has weights and no config.json; copy it from the published model."
     inner = next((path for path in sorted(folder.glob("*/config.json"))), None)
-    meant = "" if inner is None else f"; did you mean '{Path(value) / inner.parent.name}'?"
+    meant = describe_inner_adapters(folder) if inner is None else f"; did you mean '{Path(value) / inner.parent.name}'?"
     return (
         f"{value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint ({TRACKER_NAME}); it "
         f"is {where}{meant or '.'}"

@@ -12,6 +12,8 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 EXPORTS = "hf"
 #: the same of the moving average of the weights, with `ema_decay`
 AVERAGES = "hf_ema"
+#: folder beside the checkpoints with a folder of them for each adapter of `role_adapters` but the first, which is in the run's
+ADAPTERS = "adapters"
 #: entry of the trainer's state: iteration of the best evaluation, whose checkpoint `keep_best` keeps
 BEST_ITERATION = "best_iteration"
 #: folder of a checkpoint with the responses that were being generated when it was written

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mindspeed_rl import platform, registry
-from mindspeed_rl.cli.options import report_failure
+from mindspeed_rl.cli.options import add_run, report_failure, take_run
 from mindspeed_rl.cli.train import prepare_environment
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.config.errors import unknown_value
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         description="Give the same random rows to a run's actor on each engine, in float32 on one rank, and compare log-probs, "
         "loss, gradient norm, every gradient by Hugging Face name, and the weights after one step.",
     )
-    parser.add_argument("run", help="run file, with or without .yaml")
+    add_run(parser, "run file, with or without .yaml")
     parser.add_argument("--engines", required=True, help="two or more of: " + ", ".join(ENGINES))
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--rows", type=int, default=8, help="rows; default 8")
@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="also write all differences to this file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
     arguments = parser.parse_intermixed_args(argv)
+    take_run(parser, arguments)
     engines = arguments.engines.split(",")
     for name in engines:
         if name not in ENGINES:

@@ -64,6 +64,26 @@ class RunParser(argparse.ArgumentParser):
         super().error(message)
 
 
+def add_run(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the run file as an argument, and as the option that it is in other commands; `take_run` reads it.
+
+    Args:
+        parser: has the argument `overrides` too.
+        text: the help.
+    """
+    parser.add_argument("run", nargs="?", metavar="RUN", help=text)
+    parser.add_argument("--config-name", "--config", help="the same, as an option")
+
+
+def take_run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Set `run` to the run file; with the option, the first argument is an override."""
+    if arguments.config_name is not None:
+        arguments.overrides = [*([] if arguments.run is None else [arguments.run]), *arguments.overrides]
+        arguments.run = arguments.config_name
+    if arguments.run is None:
+        parser.error("the following arguments are required: RUN")
+
+
 def read_json_object(text: str) -> dict[str, Any]:
     """Read the value of an option that is a JSON object.
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mindspeed_rl.cli.bands import find_bands
-from mindspeed_rl.cli.options import RunParser
+from mindspeed_rl.cli.options import RunParser, add_run, take_run
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import compose, locate
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         prog="mindspeed-rl promise",
         description="What a run will need, take and cost; of the folder of a run: promised, measured, and the cause.",
     )
-    parser.add_argument("run", metavar="RUN", help="run file, with or without .yaml, or the folder of a run")
+    add_run(parser, "run file, with or without .yaml, or the folder of a run")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("--chip", choices=[*DEVICES], default=None, help="device kind; by the run file's platform and name")
@@ -45,6 +45,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
     arguments = parser.parse_intermixed_args(argv)
+    take_run(parser, arguments)
     try:
         folder = Path(arguments.run)
         is_folder = folder.is_dir() and any((folder / name).is_file() for name in ("report.json", "metrics.jsonl"))

@@ -89,6 +89,12 @@ def find_adapter_base(folder: str | Path | None, base_model: str | None = None) 
     return base_model or str(_read(path).get("base_model_name_or_path") or "")
 
 
+def describe_inner_adapters(folder: Path) -> str:
+    """Return which of the adapters in a folder can be named, as roles with their own adapters export them; "" without any."""
+    names = sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
+    return f"; it has the adapters {', '.join(names)}: name one, such as {folder / names[0]}" if names else ""
+
+
 def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
     """Return the metadata of the model that the keys of a role name; None where none of its folders has a config.json."""
     for name in (role.load, role.tokenizer_name_or_path, role.pretrained_checkpoint):

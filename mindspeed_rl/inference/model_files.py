@@ -19,6 +19,7 @@ from mindspeed_rl.checkpoint.lora import check_scale, is_peft_folder, open_peft
 from mindspeed_rl.checkpoint.mcore import TRACKER_NAME, Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.config.model_metadata import describe_inner_adapters
 from mindspeed_rl.files import describe_missing, read_json
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.run.rules.engine_limits import engine_limits
@@ -158,6 +159,7 @@ def _check_kind(path: Path, iteration: int | None) -> None:
     if not any((path / name).is_file() for name in (TRACKER_NAME, "metadata.json")) and not any(path.glob("mp_rank_*")):
         raise ValueError(
             f"--load {path} holds neither a Hugging Face model (config.json, *.safetensors) nor a checkpoint ({TRACKER_NAME})"
+            f"{describe_inner_adapters(path)}"
         )
     record = iteration_folder(path, iteration) / "run_state.json"
     lora = read_json(record).get("lora") if record.is_file() else None

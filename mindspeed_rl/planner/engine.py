@@ -97,7 +97,7 @@ def plan_engine(run: RunShape) -> Engine | None:
             elements += rank * (model_config.hidden_size + model_config.vocab_size)
             elements *= serve.num_engine_adapters or serve.num_models
         elif run.cfg.rl_config is not None:
-            elements *= 1 + run.cfg.rl_config.opponents.num_snapshots
+            elements *= run.cfg.rl_config.num_engine_adapters
         adapters = elements * itemsize
     draft, draft_token = read_draft_bytes(generate, itemsize)[0], read_draft_bytes(generate, generate.cache_itemsize)[1]
     draft //= tensor

@@ -102,7 +102,7 @@ def plan_host_memory(run: RunShape, engine: Engine | None) -> HostMemory:
             owner = f"{name} {part}" if name and model.trains else name or part
             copies[owner] = copies.get(owner, 0) + count
     averaged = _count_average(run)
-    copies |= averaged
+    copies |= averaged | _count_waiting_adapters(run)
     start = max(start, HostPhase("start", dict(copies)), key=lambda phase: phase.total)
     sleeps = run.device.sleeps and run.generate is not None and run.generate.engine == "vllm"
     if engine is not None and not run.placement.disaggregated and sleeps:
@@ -137,6 +137,18 @@ def _count_average(run: RunShape) -> dict[str, int]:
         for elements in actor.elements
     )
     return {"average of the weights": 4 * max(trained)}
+
+
+def _count_waiting_adapters(run: RunShape) -> dict[str, int]:
+    """Return the bytes of the roles' adapters that wait for their turn, with their optimizers, on the fullest stage."""
+    rl, actor = run.cfg.rl_config, run.actor
+    if run.generate is None or rl is None or len(rl.adapter_names) < 2:
+        return {}
+    sizes = (
+        (elements.dense_adapters + elements.expert_adapters) * actor.itemsize + actor.state(elements)
+        for elements in actor.elements
+    )
+    return {"adapters that wait": (len(rl.adapter_names) - 1) * max(sizes)}
 
 
 def _list_saved(run: RunShape) -> list[Model]:

@@ -52,8 +52,15 @@ class AdapterFolder:
         scale: factor of B A.
     """
 
-    def __init__(self, adapters: Adapters, base_model: str) -> None:
-        self._adapters, self._base_model = adapters, base_model
+    def __init__(self, adapters: Adapters, base_model: str, *, prepare: Callable[[], None] = lambda: None) -> None:
+        """Write nothing yet.
+
+        Args:
+            adapters: of the model.
+            base_model: name of the base in the folder.
+            prepare: puts the values of this folder into the model, where several adapters take turns in it.
+        """
+        self._adapters, self._base_model, self._prepare = adapters, base_model, prepare
         self._home: Path | None = None
         self._remove: Callable[[], object] = lambda: None
         self.scale: float = adapters.scale
@@ -72,6 +79,7 @@ class AdapterFolder:
             WeightDeliveryError: on every rank, where the folder of any differs from what was trained.
         """
         exchange, device = Exchange.from_world(), self._adapters.device
+        self._prepare()
         self._remove()
         self._home, self._remove = make_owned_folder(self, "mindspeed-rl-adapter-")
         self._adapters.save(self.path if exchange.rank == 0 else "", self._base_model)

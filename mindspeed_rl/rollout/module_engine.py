@@ -7,7 +7,7 @@ its prompt, its seed and the weights, and on no other request. Samples of one pr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -191,7 +191,7 @@ class ModuleEngine:
     def load_adapter(self, folder: Path, version: int) -> None:
         raise AssertionError("a rule excludes generate_config.lora_push: adapter")
 
-    def load_named_adapters(self, folders: Mapping[str, Path]) -> None:
+    def load_named_adapters(self, folders: Mapping[str, Path], *, changed: Collection[str] = ()) -> None:
         assert not folders, "a rule excludes generate_config.lora_push: adapter"
 
     def find_adapter_slot(self, name: str = "") -> int:

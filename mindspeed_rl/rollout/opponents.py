@@ -24,15 +24,19 @@ class Opponent:
     role: str
     version: int
 
-    @property
-    def adapter(self) -> str:
-        """Name of its adapter in the rollout engine."""
-        return name_snapshot(self.version)
+    def name_adapter(self, adapter: str) -> str:
+        """Return the name in the rollout engine of its snapshot of an adapter, which is "" for the actor's own."""
+        return name_engine_snapshot(self.version, adapter)
 
 
 def name_snapshot(version: int) -> str:
-    """Return the name of a snapshot's adapter, and of its folder."""
+    """Return the name of a snapshot's folder."""
     return f"version_{version:07d}"
+
+
+def name_engine_snapshot(version: int, adapter: str = "") -> str:
+    """Return the name in the rollout engine of a snapshot of an adapter, which is "" for the actor's own."""
+    return f"{name_snapshot(version)}/{adapter}" if adapter else name_snapshot(version)
 
 
 def list_snapshots(version: int, keys: OpponentKeys) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -81,8 +81,12 @@ class StepEngine(Protocol):
         """Sample later responses with this adapter next to the weights."""
         ...
 
-    def load_named_adapters(self, folders: Mapping[str, Path]) -> None:
-        """Hold these adapters too, for requests that name one, and no other; they must exist until the next call."""
+    def load_named_adapters(self, folders: Mapping[str, Path], *, changed: Collection[str] = ()) -> None:
+        """Hold these adapters too, for requests that name one, and no other; they must exist until the next call.
+
+        Args:
+            changed: names whose folders have other content than in the last call.
+        """
         ...
 
     def find_adapter_slot(self, name: str = "") -> int:

@@ -62,11 +62,13 @@ class TokenSequence:
     Attributes:
         prompt_ids: tokens before the first one that is sampled here.
         images: references of its images, in the order of their tokens.
+        role: named role whose context it is, in an episode of several; "" in others.
     """
 
     prompt_ids: tuple[int, ...]
     segments: tuple[Segment, ...]
     images: tuple[str, ...] = ()
+    role: str = ""
 
     @property
     def is_sampled(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -319,14 +319,14 @@ class VllmEngine:
             raise RuntimeError("weight push: the rollout engine did not take the adapter.")
         return request
 
-    def load_named_adapters(self, folders: Mapping[str, Path]) -> None:
+    def load_named_adapters(self, folders: Mapping[str, Path], *, changed: Collection[str] = ()) -> None:
         """See `StepEngine`.
 
         Raises:
             RuntimeError: the engine did not take one.
         """
         # where the engine sleeps, its copies are gone
-        kept = set() if self.hooks.sleeps else set(folders)
+        kept = set() if self.hooks.sleeps else set(folders).difference(changed)
         for name in set(self._named_adapters) - kept:
             self._llm.llm_engine.remove_lora(self._named_adapters.pop(name).lora_int_id)
         for name in folders.keys() - self._named_adapters.keys():

@@ -15,7 +15,15 @@ from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.checksums import DamagedCheckpointError
 from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.model_source import weights_kind
-from mindspeed_rl.checkpoint.newest import AVERAGES, EXPORTS, TRACKER_NAME, iterations, lacks_export, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import (
+    ADAPTERS,
+    AVERAGES,
+    EXPORTS,
+    TRACKER_NAME,
+    iterations,
+    lacks_export,
+    newest_checkpoint,
+)
 from mindspeed_rl.checkpoint.torch_file import check_small_files
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
@@ -90,6 +98,12 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
             f"{group}.load: {source.weights} was written by {written}, from which a run of stage {run.config.stage} cannot "
             f"resume; {advice}."
         )
+    lost = [str(path) for path in _list_adapter_checkpoints(run, source.weights, iteration) if not path.is_dir()]
+    if lost:
+        raise ValueError(
+            f"{group}.load: {lost[0]} is missing, and the run would resume after iteration {iteration} with the adapters "
+            f"{', '.join(run.rl.adapter_names)} of rl_config.role_adapters; {advice}."
+        )
     state = record["run_state"]
     changes = find_changes(state.get("keys", {}), list_keys_on_resume(run.config))
     refused = [str(change) for change in changes if change.on_resume == "fixed" and not config.no_load_optim]
@@ -109,6 +123,12 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
     resume = ResumePoint(source.weights, iteration, state, changes, describe_changes(changes, effects))
     check_remaining_iterations(run, resume)
     return resume
+
+
+def _list_adapter_checkpoints(run: Run, folder: Path, iteration: int) -> list[Path]:
+    """Return the folders of a checkpoint's adapters of other roles than the first one's, which is the checkpoint."""
+    names = () if run.config.is_supervised else run.rl.adapter_names[1:]
+    return [folder / ADAPTERS / name / f"iter_{iteration:07d}" for name in names]
 
 
 def check_remaining_iterations(run: Run, resume: ResumePoint) -> None:
@@ -174,6 +194,8 @@ def select_sound_checkpoint(run: Run) -> Run:
     folders = [Path(config.load).expanduser()]
     if critic is not None and critic.load is not None and not critic.finetune:
         folders.append(Path(critic.load).expanduser())
+    if not (run.config.is_supervised or config.finetune):
+        folders += [folders[0] / ADAPTERS / name for name in run.rl.adapter_names[1:]]
     newest = _newest_or_last(folders[0])
     if newest is None or weights_kind(folders[0], newest) != "training":
         return run

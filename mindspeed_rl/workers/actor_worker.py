@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from mindspeed_rl.adaptors import vllm_drafts
@@ -38,16 +39,27 @@ class ActorWorker(ActorPhases):
         # offloads the models: vLLM does not start on a device that has less free memory than its part
         self._build(plane)
         self.rollout = RolloutReplica(run, plane, self.tokenizer, run_id)
-        self._adapters: AdapterFolder | None = None
-        if run.generate.lora_push == "adapter":
-            self._adapters = AdapterFolder(self.actor.require_adapters(), str(self.source.hf_folder))
+        self._adapters = self._build_adapter_folders() if run.generate.lora_push == "adapter" else {}
         if run.rl.opponents.roles:
-            self.rollout.opponents = pool = OpponentPool(
-                run.rl.opponents, run.config.actor_config.save, self.actor.engine.device
-            )
-            if iteration := self.resumed_state().get("iteration", 0):
-                pool.restore(Path(self.source.weights), iteration)
+            self.rollout.opponents = self._build_opponents()
         self.actor.restore_random()
+
+    def _build_adapter_folders(self) -> dict[str, AdapterFolder]:
+        """Return the folders of the adapters by their names in the engine, "" for the actor's only or first one."""
+        adapters, base, turns = self.actor.require_adapters(), str(self.source.hf_folder), self.actor.turns
+        if turns is None:
+            return {"": AdapterFolder(adapters, base)}
+        folders = {name: AdapterFolder(adapters, base, prepare=partial(turns.use, name)) for name in turns.names}
+        return {"": folders.pop(turns.names[0]), **folders}
+
+    def _build_opponents(self) -> dict[str, OpponentPool]:
+        """Return the snapshots that the run has now, by the names of their adapters in the engine."""
+        keys, save, names = self.run.rl.opponents, self.run.config.actor_config.save, self.run.rl.adapter_names or ("",)
+        pools = {name: OpponentPool(keys, save, self.actor.engine.device, adapter=name) for name in names}
+        if iteration := self.resumed_state().get("iteration", 0):
+            for pool in pools.values():
+                pool.restore(Path(self.source.weights), iteration)
+        return {"": pools.pop(names[0]), **pools}
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""
@@ -70,7 +82,7 @@ class ActorWorker(ActorPhases):
         with self.phase(Phases.PUSH_WEIGHTS, metrics):
             num_proven = self._load_engine(version, average=average)
         self.memory.measure_residue("weight_sync", metrics)
-        self.rollout.add_push(metrics, self._adapters)
+        self.rollout.add_push(metrics, self._adapters.values())
         metrics.add_min("rollout/proven_parameters", num_proven)
         metrics.add_max("rollout/weight_version", version)
         return self._report(metrics)

@@ -67,6 +67,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         external_plugins=tuple(rl.external_plugins),
         environment=rl.environment,
         opponent_roles=tuple(rl.opponents.roles),
+        role_adapters=rl.engine_adapters,
         agent=rl.agent,
         folders=tuple(map(str, run.config.plugin_folders)),
         tool_parser=choose_parser(rl, turns),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,29 @@ from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs, TopLogProbs
-from mindspeed_rl.engine.interface import StepResult
+from mindspeed_rl.engine.interface import Engine, StepResult
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.roles import Role, Roles, build_micro_batching
-from mindspeed_rl.workers.routing import RolloutRouting
 from mindspeed_rl.workers.update_plan import split_rows
+
+
+class _Passes(Protocol):
+    """Passes through an engine in a form of their own, of rows with these indexes at the data plane."""
+
+    def forward(
+        self,
+        engine: Engine,
+        rows: Rows,
+        batching: MicroBatching,
+        indexes: Sequence[int],
+        outputs: HeadOutputs | None = None,
+    ) -> tuple[list[Tensor], ...] | None:
+        """Compute results of the predicted tokens, as `Engine.forward`."""
+        ...
 
 
 class _ModelWorker(DeviceWorker):
@@ -59,22 +73,23 @@ class _ModelWorker(DeviceWorker):
         batching: MicroBatching,
         selected: range,
         outputs: HeadOutputs | None = None,
-        routing: RolloutRouting | None = None,
+        passes: _Passes | None = None,
     ) -> None:
         """Compute the phase's columns for this replica's rows among the selected; waits for rows that are not ready.
 
         Args:
             outputs: the columns; None for those that a loss gets.
+            passes: compute rows in place of the engine; None for the engine.
         """
         role.offloader.onload(params=True)
         for rows in self.replica.dispatches(selected, self.run.plan.dispatch_sizes[phase.dispatch_key]):
             fetched = self.replica.fetch_rows(phase.consumer, rows, pattern=selected[0])
             # without the wait for rows
             with self.timers(phase.timer):
-                if routing is None:
+                if passes is None:
                     output = role.engine.forward(fetched, batching, outputs)
                 else:
-                    output = routing.forward(role.engine, fetched, batching, rows, outputs)
+                    output = passes.forward(role.engine, fetched, batching, rows, outputs)
                 self.replica.put(dict(zip(phase.columns, output or ())), rows)
         if not role.trains:
             self._release(role)
@@ -294,3 +309,12 @@ def add_step(metrics: Metrics, role: str, result: StepResult) -> None:
         else:
             metrics.add_mean(f"{role}/grad_norm", result.grad_norm)
         metrics.add_last(f"{role}/lr", result.lr)
+
+
+def add_adapter_step(metrics: Metrics, adapter: str, result: StepResult) -> None:
+    """Add what an optimizer step of one of several adapters has of its own."""
+    if dist.get_rank() == 0:
+        if result.is_skipped:
+            metrics.add_sum(f"adapters/{adapter}/skipped_steps", 1)
+        else:
+            metrics.add_mean(f"adapters/{adapter}/grad_norm", result.grad_norm)

@@ -28,16 +28,19 @@ class OpponentPool:
         folders: version -> folder on this rank, from the oldest on.
     """
 
-    def __init__(self, keys: OpponentKeys, save: str | None, device: torch.device) -> None:
+    def __init__(self, keys: OpponentKeys, save: str | None, device: torch.device, *, adapter: str = "") -> None:
         """Start without a snapshot.
 
         Args:
             keys: when there is one, and how many are kept.
             save: folder of the checkpoints; None where there are none.
             device: device of the messages between ranks.
+            adapter: name of the adapter where roles have their own; "" for the actor's only one.
         """
         self._keys, self._device = keys, device
-        self._save = None if save is None else Path(save, _FOLDER)
+        self._below = Path(_FOLDER, adapter)
+        self._run_folder = None if save is None else Path(save)
+        self._save = None if save is None else Path(save, self._below)
         self._home, _ = make_owned_folder(self, "mindspeed-rl-opponents-")
         self.folders: Mapping[int, Path] = {}
 
@@ -54,7 +57,7 @@ class OpponentPool:
         """
         exchange = Exchange.from_world()
         versions = list_snapshots(iteration, self._keys)
-        sources = {version: Path(weights, _FOLDER, name_snapshot(version)) for version in versions}
+        sources = {version: Path(weights, self._below, name_snapshot(version)) for version in versions}
         mine = None if exchange.rank else json.dumps([str(path) for path in sources.values() if not path.is_dir()]).encode()
         if missing := json.loads(exchange.broadcast(mine, self._device)):
             raise ValueError(
@@ -83,7 +86,7 @@ class OpponentPool:
 
     def _persist(self, folder: Path, version: int) -> None:
         """Copy a snapshot to the checkpoints, completely or not at all, and remove those that no checkpoint needs."""
-        assert self._save is not None
+        assert self._save is not None and self._run_folder is not None
         final = self._save / folder.name
         partial = final.with_name(f"{final.name}.partial")
         try:
@@ -93,7 +96,7 @@ class OpponentPool:
             os.replace(partial, final)
         except OSError as error:
             raise ValueError(f"save: {final} could not be written: {error}") from error
-        needed = {version, *self.folders}.union(*(list_snapshots(each, self._keys) for each in iterations(self._save.parent)))
+        needed = {version, *self.folders}.union(*(list_snapshots(each, self._keys) for each in iterations(self._run_folder)))
         for other in self._save.iterdir():
             if other.name not in map(name_snapshot, needed):
                 shutil.rmtree(other, ignore_errors=True)

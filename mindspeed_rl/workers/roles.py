@@ -25,11 +25,12 @@ from mindspeed_rl.checkpoint.model_source import (
     base_of,
     lacks_score_head,
 )
-from mindspeed_rl.checkpoint.newest import AVERAGES, EXPORTS, lacks_export, list_old
+from mindspeed_rl.checkpoint.newest import ADAPTERS, AVERAGES, EXPORTS, lacks_export, list_old
 from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
 from mindspeed_rl.checkpoint.trained_template import TrainedTemplate
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.model_metadata import HF_FILES
+from mindspeed_rl.engine.adapter_turns import AdapterTurns
 from mindspeed_rl.engine.batching import MicroBatching
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.checkpoint import (
@@ -90,6 +91,7 @@ class Role:
         trains: False for a model whose weights no optimizer changes.
         adapters: low-rank adapters of the model; None without.
         replay_experts: see `engines.BuiltEngine`.
+        turns: its adapters of several names, which take turns in the model; None where it has one or none.
         resumed: the result of `load_checkpoint` when training state was restored, else None.
     """
 
@@ -103,6 +105,7 @@ class Role:
         moves_slowly: bool = False,
         ema_decay: float = 0.0,
         has_gradients: bool = False,
+        adapter_names: Sequence[str] = (),
     ) -> None:
         """Build the model, load its weights and, where it trains, its optimizer.
 
@@ -114,6 +117,7 @@ class Role:
             moves_slowly: no optimizer changes the model, but an average does.
             ema_decay: decay of a moving average of the weights that train; 0 for none.
             has_gradients: it has gradients for optimizers that are not its own.
+            adapter_names: it has an adapter of each name; empty for one or none.
         """
         config = model.config
         self.name, self.config, self.source = name, config, model.source
@@ -124,11 +128,17 @@ class Role:
         built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains or has_gradients)
         self.engine, self._files, self.adapters = built.engine, built.files, built.adapters
         self.replay_experts = built.replay_experts
-        self._moves_slowly, self._ema_decay = moves_slowly, ema_decay
+        self._moves_slowly, self._ema_decay, self._adapter_names = moves_slowly, ema_decay, tuple(adapter_names)
+        self.turns: AdapterTurns | None = None
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
         self.offloader = self.engine.offloader
         self.stream: WeightSource = built.build_stream()
         self._saver = CheckpointSaver(self.engine, config.save, self._files) if config.save else None
+        others = self._adapter_names[1:]
+        self._adapter_savers: dict[str, CheckpointSaver] = {}
+        if config.save:
+            folder = Path(config.save, ADAPTERS)
+            self._adapter_savers = {name: CheckpointSaver(self.engine, folder / name, self._files) for name in others}
 
     def require_adapters(self) -> Adapters:
         """Return the adapters of a role that a rule requires to have some."""
@@ -170,6 +180,8 @@ class Role:
             self.engine.start_training(steps_per_iteration)
             if self._ema_decay:
                 self.engine.average = WeightAverage(self.engine.list_trained, self._ema_decay)
+            if self._adapter_names:
+                self.turns = AdapterTurns(self.megatron, self._adapter_names)
         if source.kind == "training":
             if self._moves_slowly:
                 self.megatron.stored_weights = Float32Weights(self.model)
@@ -177,6 +189,20 @@ class Role:
             if steps_per_iteration is not None and not self.config.finetune:
                 self.resumed = loaded
                 self._random = capture_rng_state() if loaded["random_restored"] else None
+            if self.turns is not None:
+                self._load_adapters(self.turns, source.weights, loaded["iteration"])
+
+    def _load_adapters(self, turns: AdapterTurns, folder: Path, iteration: int) -> None:
+        """Restore the adapters of other names than the first; without `finetune` a rule of resumed runs has found all of them.
+
+        With it they start from the only adapter of a checkpoint that has no others.
+        """
+        for name in turns.names[1:]:
+            own = folder / ADAPTERS / name
+            has_own = gather_objects(iteration_folder(own, iteration).is_dir())[0]
+            turns.train(name)
+            load_checkpoint(self.engine, own if has_own else folder, iteration, self._files)
+        turns.train(turns.names[0])
 
     def restore_random(self) -> None:
         """Restore the random generators of the checkpoint once all that the process has is built: building draws from them."""
@@ -240,6 +266,12 @@ class Role:
             shutil.rmtree(files, ignore_errors=True)
             os.replace(partial, files)
         savers = None if companions is None else [role._saver for role in companions if role._saver is not None]
+        if self.turns is not None:
+            for name, saver in self._adapter_savers.items():
+                self.turns.train(name)
+                saver.save(iteration, run_state, companions=None)
+            savers = [*(savers or ()), *self._adapter_savers.values()]
+            self.turns.train(self.turns.names[0])
         self._saver.save(iteration, run_state, companions=savers)
         if self.config.save_hf:
             for name, average in self._list_exports().items():
@@ -303,7 +335,8 @@ class Role:
     def save_hf(self, folder: Path, *, output_layer: Tensor | None = None) -> None:
         """Write the weights as a folder that transformers and vLLM load.
 
-        Adapters are merged; with `lora_ckpt_filter` only a language model's are written, as a folder that `peft` loads.
+        Adapters are merged; with `lora_ckpt_filter` only a language model's are written, as a folder that `peft` loads, or a
+        folder of such folders where it has several.
 
         Args:
             output_layer: output layer in place of the model's, which is then not tied to the embedding; on the first rank.
@@ -313,9 +346,13 @@ class Role:
         if dist.get_rank() == 0 and folder.exists():
             shutil.rmtree(folder)
         if self.adapters is not None and self.config.lora_ckpt_filter and head == "lm":
-            self.adapters.save(folder, str(self.source.hf_folder))
-            if dist.get_rank() == 0:
-                self._template.write_beside_adapter(folder)
+            for name in (None,) if self.turns is None else self.turns.names:
+                if self.turns is not None and name is not None:
+                    self.turns.use(name)
+                own = folder if name is None else folder / name
+                self.adapters.save(own, str(self.source.hf_folder))
+                if dist.get_rank() == 0:
+                    self._template.write_beside_adapter(own)
             dist.barrier()
             return
         if dist.get_rank() == 0:
@@ -384,7 +421,8 @@ def build_role(run: Run, name: str, passes: PassSettings) -> Role:
         return build_ref(run, passes)
     steps = run.plan.num_optimizer_steps if name in ("actor", "critic") else None
     ema_decay = run.rl.ema_decay if name == "actor" else 0.0
-    return Role(name, run.models[name], passes, steps_per_iteration=steps, ema_decay=ema_decay)
+    names = run.rl.adapter_names if name == "actor" else ()
+    return Role(name, run.models[name], passes, steps_per_iteration=steps, ema_decay=ema_decay, adapter_names=names)
 
 
 def build_ref(run: Run, passes: PassSettings) -> Role:

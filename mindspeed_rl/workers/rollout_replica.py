@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -40,7 +40,7 @@ from mindspeed_rl.rollout.arguments import EngineArguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.module_engine import ModuleEngine
-from mindspeed_rl.rollout.opponents import name_snapshot
+from mindspeed_rl.rollout.opponents import name_engine_snapshot
 from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialResponse
 from mindspeed_rl.rollout.requests import EvaluationSampling, Sampling
 from mindspeed_rl.rollout.step_engine import StepEngine
@@ -53,6 +53,7 @@ from mindspeed_rl.scratch import scratch_folder
 from mindspeed_rl.workers.agents import LengthOrder, build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.opponent_pool import OpponentPool
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics, read_image_rules
+from mindspeed_rl.workers.role_adapters import build_adapter_columns
 from mindspeed_rl.workers.routing import build_routing_columns
 from mindspeed_rl.workers.update_plan import split_rows
 
@@ -99,7 +100,7 @@ def build_vllm(
         engine_class: class of the engine.
         num_adapters: adapters that a step can compute together, where they are pushed as such; None for those of the run.
     """
-    num_adapters = 1 + run.rl.opponents.num_snapshots if num_adapters is None else num_adapters
+    num_adapters = run.rl.num_engine_adapters if num_adapters is None else num_adapters
     config, actor = run.generate, run.models["actor"]
     replays = run.rl.router_replay.mode == "R3"
     key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
@@ -166,7 +167,7 @@ class RolloutReplica:
         order: in which the samples of a dispatch start.
         is_output: True on the rank that returns the replica's responses.
         push: the way of the weights to this rank's engine; None before the first `load`.
-        opponents: snapshots of the adapter that play roles of the environment; None where none do.
+        opponents: snapshots that play roles of the environment, by their adapter's name in the engine; empty where none do.
         swaps_memory: True where engine and training take turns in memory: on devices, and on the CPU only when the run file
             offloads training weights.
     """
@@ -206,7 +207,7 @@ class RolloutReplica:
         group = _make_group(self.layout.replica_groups())
         self.in_process = InProcessEngine(self.engine, group, self.replica * self.layout.tensor)
         self.push: WeightPush | None = None
-        self.opponents: OpponentPool | None = None
+        self.opponents: Mapping[str, OpponentPool] = {}
         self.reconfigure(run, plane)
 
     def reconfigure(self, run: Run, plane: DataPlane | None) -> None:
@@ -229,7 +230,7 @@ class RolloutReplica:
         self,
         stream: WeightSource,
         version: int,
-        adapters: AdapterFolder | None = None,
+        adapters: Mapping[str, AdapterFolder] | None = None,
         *,
         base_only: bool = False,
         is_average: bool = False,
@@ -239,43 +240,44 @@ class RolloutReplica:
         Args:
             stream: stream of the actor's weights.
             version: version of the weights.
-            adapters: are loaded next to the weights, which are those without them; None merges them.
+            adapters: are loaded next to the weights, which are those without them, by their names in the engine, "" for the
+                actor's own; none merge it.
             base_only: the weights are those without adapters, which come later and one by one.
             is_average: they are a moving average of that version, which is no opponent.
         """
         self.engine.restore_memory("weights")
-        self.in_process.load(lambda model: self._write(model, stream, base_only or adapters is not None), version)
+        self.in_process.load(lambda model: self._write(model, stream, base_only or bool(adapters)), version)
         assert self.push is not None
         model = self.engine.get_model()
         num_proven = self.push.prove(model, self.engine.hooks.unpack(model)).num_parameters
         self.engine.list_replaced = self.push.list_replaced
-        if adapters is not None:
-            adapters.write()
-            self.engine.load_adapter(adapters.path, version)
-            num_proven += self._prove_adapters(model, adapters.tensors, adapters.scale)
-            num_proven += self._load_opponents(model, adapters, None if is_average else version)
-        return num_proven
+        return num_proven + (self._load_adapters(model, adapters, version, is_average=is_average) if adapters else 0)
 
-    def _load_opponents(self, model: nn.Module, adapters: AdapterFolder, version: int | None) -> int:
-        """Give the engine the snapshots, these adapters too where they are to be one; return how many matrices it has of them.
+    def _load_adapters(self, model: nn.Module, adapters: Mapping[str, AdapterFolder], version: int, *, is_average: bool) -> int:
+        """Give the engine these adapters and the opponents' snapshots; return how many matrices it was proven to have."""
+        for folder in adapters.values():
+            folder.write()
+        if not is_average:
+            for name, pool in self.opponents.items():
+                pool.take(version, adapters[name])
+        own = {name: folder.path for name, folder in adapters.items() if name}
+        past = {
+            name_engine_snapshot(each, name): folder
+            for name, pool in self.opponents.items()
+            for each, folder in pool.folders.items()
+        }
+        self.engine.load_adapter(adapters[""].path, version)
+        self.engine.load_named_adapters({**own, **past}, changed=own)
+        scale = adapters[""].scale
+        tensors = {name: folder.tensors for name, folder in adapters.items()}
+        tensors |= {name: load_file(folder / ADAPTER_FILE) for name, folder in past.items()}
+        return sum(self._prove_adapters(model, matrices, scale, name) for name, matrices in tensors.items())
 
-        Args:
-            version: version of the adapters; None where they are to be no snapshot.
-        """
-        if self.opponents is None:
-            return 0
-        if version is not None:
-            self.opponents.take(version, adapters)
-        folders = {name_snapshot(each): folder for each, folder in self.opponents.folders.items()}
-        self.engine.load_named_adapters(folders)
-        files = {name: load_file(folder / ADAPTER_FILE) for name, folder in folders.items()}
-        return sum(self._prove_adapters(model, tensors, adapters.scale, name) for name, tensors in files.items())
-
-    def add_push(self, metrics: Metrics, adapters: AdapterFolder | None = None) -> None:
+    def add_push(self, metrics: Metrics, adapters: Collection[AdapterFolder] = ()) -> None:
         """Add the bytes that the last weight sync brought to this rank."""
         assert self.push is not None
-        # the first rank writes the folder, the others receive it
-        folder_bytes = 0 if adapters is None or not self.rank else adapters.num_bytes
+        # the first rank writes the folders, the others receive them
+        folder_bytes = sum(folder.num_bytes for folder in adapters) if self.rank else 0
         add_sync_bytes(metrics, self.push.received_bytes + folder_bytes, self.push.needed_bytes + folder_bytes)
 
     def _write(self, model: nn.Module, stream: WeightSource, base_only: bool) -> None:
@@ -376,6 +378,8 @@ class RolloutReplica:
         columns = build_response_columns(trajectories, with_images=self.engine.image_rules is not None)
         if self._plan is not None:
             columns |= build_routing_columns(self._plan, trajectories)
+        if self.run.rl.adapter_names:
+            columns |= build_adapter_columns(self.run.rl, trajectories)
         if self._expert_counts is not None:
             self._expert_counts.add(trajectories)
         self.plane.put(columns, indexes)
@@ -385,7 +389,8 @@ class RolloutReplica:
         return metrics
 
     def _list_snapshots(self) -> tuple[int, ...]:
-        return () if self.opponents is None else self.opponents.versions
+        # of each adapter there are the same
+        return self.opponents[""].versions if self.opponents else ()
 
     async def _sample(self, task: Task) -> Trajectory:
         """Generate a response, and show that it is done."""

@@ -5,7 +5,7 @@ The methods are the phases of an iteration; `Fleet` calls them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +19,7 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.head_outputs import SquaredProbs, TeacherDivergence
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.models.plan import ModelSource
@@ -28,11 +29,20 @@ from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.quantization import quantize_side
 from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.columns import SEQUENCE_ADAPTERS
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.workers.model_worker import CriticPhases, RefPhases, RewardModelPhases, TeacherPhases, add_step
+from mindspeed_rl.workers.model_worker import (
+    CriticPhases,
+    RefPhases,
+    RewardModelPhases,
+    TeacherPhases,
+    add_adapter_step,
+    add_step,
+)
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.responses import read_image_rules
+from mindspeed_rl.workers.role_adapters import PLACES, RoleAdapters
 from mindspeed_rl.workers.roles import Role, Roles, build_pass_settings, build_reward_model, build_role, build_teachers
 from mindspeed_rl.workers.routing import REPLAYS, RolloutRouting
 from mindspeed_rl.workers.update_plan import UpdatePlan
@@ -106,7 +116,23 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         self.routing: RolloutRouting | None = None
         if mode != "disabled":
             self.routing = REPLAYS[mode](self.actor.replay_experts(), self.actor.engine.plan, self.replica)
+        self.role_adapters: RoleAdapters | None = None
+        if self.actor.turns is not None:
+            self.role_adapters = RoleAdapters(self.actor.turns, self._fetch_sequence_adapters)
         self.add_hooks(self.resumed_state().get("iteration", 0))
+
+    def _fetch_sequence_adapters(self, rows: Sequence[int]) -> list[Tensor]:
+        return list(self.replica.fetch(Phases.ACTOR_LOG_PROBS.consumer, [SEQUENCE_ADAPTERS], rows)[SEQUENCE_ADAPTERS])
+
+    def _divide(self, rows: Rows) -> Iterator[tuple[str, Rows]]:
+        """Yield the rows of each optimizer step of a mini-batch, with the name of the adapter where roles have their own."""
+        if self.role_adapters is None:
+            yield "", rows
+            return
+        # the states of another adapter take the place of those of the last step
+        self.actor.offloader.onload(optimizer=True)
+        for own in self.role_adapters.divide(rows):
+            yield own.name, own.rows
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""
@@ -149,7 +175,8 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         has_squares = objective is not None and "squared_probs" in objective.needs
         outputs = SquaredProbs() if has_squares else None
         with self.phase(Phases.ACTOR_LOG_PROBS, metrics, self.actor, timed=False):
-            self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, range(start, count), outputs, self.routing)
+            passes = self.routing or self.role_adapters
+            self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, range(start, count), outputs, passes)
         if self.routing is not None:
             self.routing.add_to(metrics)
         return self._report(metrics)
@@ -172,14 +199,19 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
                 batching, micro_batch_size=max(1, batching.micro_batch_size // objective.group_size), max_rows=max_groups
             )
         with self.phase(Phases.UPDATE_ACTOR, metrics, actor, plan.iteration) as observer:
-            for rows in self._mini_batches(Phases.UPDATE_ACTOR, plan.steps, plan.columns):
+            columns = plan.columns if self.role_adapters is None else (*plan.columns, SEQUENCE_ADAPTERS)
+            for mini_batch in self._mini_batches(Phases.UPDATE_ACTOR, plan.steps, columns):
                 self._prepare_step(actor)
                 if objective.loss.compares_group:
-                    rows = replace(rows, group_sizes=[objective.group_size] * (len(rows) // objective.group_size))
-                routed = rows if self.routing is None else self.routing.for_update(rows)
-                result = actor.engine.train_step(routed, batching, observer.loss(loss), observer.inputs(batch))
-                add_step(metrics, "actor", result)
-                self._count_idle("actor", rows, metrics)
+                    groups = len(mini_batch) // objective.group_size
+                    mini_batch = replace(mini_batch, group_sizes=[objective.group_size] * groups)
+                for adapter, rows in self._divide(mini_batch):
+                    routed = rows if self.routing is None else self.routing.for_update(rows)
+                    result = actor.engine.train_step(routed, batching, observer.loss(loss), observer.inputs(batch))
+                    add_step(metrics, "actor", result)
+                    if adapter:
+                        add_adapter_step(metrics, adapter, result)
+                self._count_idle("actor", mini_batch, metrics)
             if self.routing is not None:
                 self.routing.add_to(metrics)
             actor.finish_saves(wait=False)
@@ -292,6 +324,16 @@ class TrainerWorker(ActorPhases):
         return self._report(metrics)
 
 
+def _place(row: Tensor | None, values: Tensor, places: Tensor) -> Tensor:
+    """Return a row with values at these places, as long as they need; the other tokens are those of another adapter."""
+    size = max(int(places.max()) + 1 if len(places) else 0, 0 if row is None else len(row))
+    placed = values.new_zeros(size)
+    if row is not None:
+        placed[: len(row)] = row
+    placed[places] = values
+    return placed
+
+
 @dataclass(frozen=True)
 class _RecordedLogProbs:
     """The log-probs that the policy loss read in the last optimizer step of each row, which the update's ratios are made of.
@@ -307,9 +349,13 @@ class _RecordedLogProbs:
 
         def record(inputs: LossInputs) -> _Result:
             log_probs, lengths = inputs.outputs[0].detach().cpu(), inputs.mask.sum(1).tolist()
-            for index, row, length in zip(inputs.columns["row"].tolist(), log_probs, lengths):
+            places = inputs.columns.get(PLACES)
+            for position, (index, row, length) in enumerate(zip(inputs.columns["row"].tolist(), log_probs, lengths)):
                 # a view would keep the padded micro-batch in memory
-                self.rows[int(index)] = row[:length].clone()
+                own = row[:length].clone()
+                if places is not None:
+                    own = _place(self.rows.get(int(index)), own, places[position, :length].cpu())
+                self.rows[int(index)] = own
             return function(inputs)
 
         return record

@@ -119,7 +119,7 @@ def tampered(worker: Any) -> str:
     layer = next(module for module in model.modules() if hasattr(module, "lora_b_stacked"))
     layer.lora_b_stacked[0].view(torch.int32).view(-1)[0] ^= 1
     try:
-        replica._prove_adapters(model, worker._adapters.tensors, worker._adapters.scale)
+        replica._prove_adapters(model, worker._adapters[""].tensors, worker._adapters[""].scale)
     except WeightDeliveryError as error:
         return str(error)
     return "nothing"
@@ -162,7 +162,7 @@ def main(port: str, folder: str, result: Path, lora_push: str, engine: str) -> N
     results: dict[str, Any] = {"has_reference": worker.roles.ref is not None}
 
     if lora_push == "adapter":
-        worker.rollout.opponents = OpponentPool(keys, saved, torch.device("cpu"))
+        worker.rollout.opponents = {"": OpponentPool(keys, saved, torch.device("cpu"))}
     results["proven"] = worker.push_weights(0).metrics["rollout/proven_parameters"].value
     if lora_push == "adapter":
         (results["at_start"],) = play_past(worker, prompts, [None])
@@ -198,7 +198,7 @@ def main(port: str, folder: str, result: Path, lora_push: str, engine: str) -> N
         restored = OpponentPool(keys, None, torch.device("cpu"))
         restored.restore(Path(saved), 1)
         results["restored"] = [
-            (folder / name).read_bytes() == (worker.rollout.opponents.folders[version] / name).read_bytes()
+            (folder / name).read_bytes() == (worker.rollout.opponents[""].folders[version] / name).read_bytes()
             for version, folder in restored.folders.items()
             for name in ("adapter_config.json", "adapter_model.safetensors")
         ]

@@ -100,6 +100,40 @@ class Duel:
         return {"first": point, "second": -point}, None, []
 
 
+class Pair:
+    """Two players copy the row's digits, one after the other; each has a point where it does."""
+
+    roles = ("first", "second")
+
+    def reset(self, task):
+        self.label = task["label"]
+        return self.roles[0], []
+
+    def step(self, role, text):
+        following = dict(zip(self.roles, self.roles[1:])).get(role)
+        return {role: float(text.strip() == self.label)}, following, []
+
+
+class PairOfFirst(Pair):
+    """The same game without the second player."""
+
+    roles = ("first",)
+
+
+class PairOfSecond(Pair):
+    """The same game without the first player."""
+
+    roles = ("second",)
+
+
+class Seldom(Pair):
+    """The same game, in which the second player only plays rows whose digits have an even sum."""
+
+    def step(self, role, text):
+        rewards, following, messages = super().step(role, text)
+        return rewards, following if sum(map(int, self.label)) % 2 == 0 else None, messages
+
+
 class DuelWithFrozen:
     """The same game against an opponent that never learns: it is right where the sum of the digits is even."""
 

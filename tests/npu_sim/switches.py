@@ -98,6 +98,7 @@ ON_HOST = {
     "use_dp_batch_balance": "which rank has which row",
     "distillation": "terms of the loss and who computes its columns",
     "opponents": "which adapter of the engine a request names; several at a time are those of serve_config.num_models",
+    "role_adapters": "rows of each pass, and which adapter they have; tests/npu_sim/test_newer_features.py runs them",
     "stop": "decoded text on the host",
     "load_checkpoint_loosely": "which tensors a checkpoint may lack",
     "process_reward_aggregation": "how the scores of a response's steps become one",

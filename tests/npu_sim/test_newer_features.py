@@ -212,6 +212,40 @@ def test_a_model_plays_a_game_of_two_roles_against_itself(task: Path, tmp_path: 
         assert record["rollout/log_probs_diff_max"] < BF16 and record["actor/grad_norm"] > 0
 
 
+def test_two_roles_train_their_own_adapters_and_resume_exactly(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from test_role_adapters_run import OWN, adapters_of, equal, tensors_of
+    from test_roles_run import HERE, ONE_PROCESS
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]]))
+
+    def keys_of(folder: Path, *changes: str) -> list[str]:
+        keys = [key for key in adapters_of(task, folder, "Pair", OWN) if key not in ONE_PROCESS]
+        common = [key for key in COMMON if "save_interval" not in key]
+        return [*keys, *common, *layout(2, tensor=2), *changes]
+
+    whole = finished(task, tmp_path / "whole", *keys_of(tmp_path / "whole"), timeout_s=LIMIT_S)
+    assert len(whole.metrics) == ITERATIONS
+    for record in whole.metrics:
+        assert record["rollout/log_probs_diff_max"] < BF16
+    names = ("solver", "critic")
+    assert all(any(record.get(f"adapters/{name}/grad_norm", 0) > 0 for record in whole.metrics) for name in names)
+    load = (f"actor_config.load={whole.folder / 'save'}", "+actor_config.load_iteration=1")
+    resumed = finished(task, tmp_path / "part", *keys_of(tmp_path / "part", *load), timeout_s=LIMIT_S)
+    for iteration in (2, 3):
+        ours, theirs = (
+            next(select_computed(record) for record in command.metrics if record["iteration"] == iteration)
+            for command in (resumed, whole)
+        )
+        assert ours == theirs
+    trained = {}
+    for name in names:
+        trained[name] = tensors_of(whole.folder / "save/hf/latest" / name)
+        assert equal(trained[name], tensors_of(resumed.folder / "save/hf/latest" / name)), name
+    assert not equal(trained["solver"], trained["critic"])
+
+
 def test_a_service_trains_and_samples_with_the_numbers_of_transformers_and_peft(tmp_path: Path) -> None:
     from test_lora_rl import save_model
 

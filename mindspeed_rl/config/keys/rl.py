@@ -807,6 +807,11 @@ class _ToolKeys:
         "另有 args、python 与 timeout_s；或 external_plugins 文件里 envs 中的名字", needs=_TOOLS, on_resume="in_flight")
     opponents: OpponentKeys = key(OpponentKeys, "earlier weights of the actor that play roles of the environment",
         "扮演环境角色的 actor 历史权重", needs=_TOOLS, on_resume="exact")
+    role_adapters: AnyGroup | None = key(None,
+        "LoRA adapter of each role of the environment, role: adapter, each with its own optimizer; roles that name the same "
+        "adapter share it; unset: one for all roles",
+        "环境中每个角色的 LoRA 适配器，写成 角色: 适配器，各有自己的优化器；同名则共用；不设时所有角色共用一个", needs=_TOOLS,
+        on_resume="fixed")
     agent: AgentKeys | None = key(None, "a program with a loop of its own, which plays each sample at an address of its own",
         "自带循环的程序：每个样本由它通过专属地址完成", needs=_TOOLS, on_resume="in_flight")
     multi_turn_scheduler: str | None = key(None,
@@ -984,6 +989,22 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
             "otlp": self.use_otlp,
         }
         return list(dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *self.report_to]))
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Names of the adapters of `role_adapters`, each once; the first is the actor's own. Empty where roles share one."""
+        return tuple(dict.fromkeys(map(str, (self.role_adapters or {}).values())))
+
+    @property
+    def engine_adapters(self) -> dict[str, str]:
+        """Role -> name of its adapter in the rollout engine, in which "" is the actor's own."""
+        own = self.adapter_names[:1]
+        return {role: "" if str(name) in own else str(name) for role, name in (self.role_adapters or {}).items()}
+
+    @property
+    def num_engine_adapters(self) -> int:
+        """Adapters that the rollout engine holds at most: those that train, and the opponents' snapshots of each."""
+        return max(1, len(self.adapter_names)) * (1 + self.opponents.num_snapshots)
 
     @property
     def agent_loop_name(self) -> str:

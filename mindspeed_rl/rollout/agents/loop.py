@@ -67,6 +67,7 @@ class LoopSettings:
         external_plugins: files with such names.
         environment: the key of this name, of the loop `environment`.
         opponent_roles: roles that earlier weights may play, of the loop `roles`.
+        role_adapters: role -> name of its adapter in the rollout engine, of the loop `roles`; empty where all roles share one.
         agent: the key of this name, of the loop `program`.
         folders: with modules of the user, for programs of environments.
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
@@ -85,6 +86,7 @@ class LoopSettings:
     external_plugins: tuple[str, ...] = ()
     environment: str | None = None
     opponent_roles: tuple[str, ...] = ()
+    role_adapters: Mapping[str, str] = field(default_factory=dict)
     agent: AgentKeys | None = None
     folders: tuple[str, ...] = ()
     tool_parser: str = DEFAULT_PARSER

@@ -1,4 +1,4 @@
-"""Episodes of several named roles, which one model plays: each role has a conversation, rewards and a baseline of its own."""
+"""Episodes of several named roles, each with its own conversation, rewards and baseline, and its own adapter where asked."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ class RolesLoop(AgentLoop):
         if spec.is_program:
             if settings.opponent_roles:
                 raise ValueError(f"rl_config.opponents: the agents of {spec.target} have no opponents; a class with roles has")
+            if settings.role_adapters:
+                raise ValueError(
+                    f"rl_config.role_adapters: the agents of {spec.target} share one adapter, as their requests do not name a "
+                    "role; a class with roles can have several"
+                )
             self._agents = VerifiersEpisodes(spec, settings, has_roles=True)
             self.resources = self._agents.resources
             return
@@ -39,6 +44,7 @@ class RolesLoop(AgentLoop):
             raise ValueError(f"rl_config.environment: {spec.target} with agent_loop roles is module:Class, in this process")
         self._roles, self._make = make_roles_factory(spec.target, spec.args, timeout_s=spec.timeout_s)
         self._check_opponents(settings.opponent_roles)
+        self._check_adapters(settings.role_adapters)
         limits, count = settings.limits, len(self._roles)
         # the prompts of the further roles are tokens of the row too
         max_tokens = (limits.max_tokens - (count - 1) * limits.max_prompt_tokens) // count
@@ -56,6 +62,13 @@ class RolesLoop(AgentLoop):
         if roles and len(self._roles) == 1:
             raise ValueError(
                 f"rl_config.opponents.roles has {roles[0]!r}, the only role of the environment: no role would be left to train"
+            )
+
+    def _check_adapters(self, adapters: Mapping[str, str]) -> None:
+        if adapters and set(adapters) != set(self._roles):
+            raise ValueError(
+                f"rl_config.role_adapters names {', '.join(adapters)}, and the environment's roles are "
+                f"{', '.join(self._roles)}: each needs an adapter, and roles may share one"
             )
 
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
@@ -110,9 +123,11 @@ class RolesLoop(AgentLoop):
 
     def _start(self, role: str, task: Task, engine: RolloutEngine) -> AgentConversation:
         """Return the conversation of a role, which starts with the row's prompt where the environment gives no messages."""
-        settings, opponent, sampling = self.settings, task.opponent, task.sampling
+        settings, opponent = self.settings, task.opponent
+        adapter = settings.role_adapters.get(role, "")
         if opponent is not None and role == opponent.role:
-            sampling = replace(sampling, adapter=opponent.adapter)
+            adapter = opponent.name_adapter(adapter)
+        sampling = replace(task.sampling, adapter=adapter)
         return AgentConversation(
             task.prompt_ids,
             sampling,
@@ -141,7 +156,7 @@ def _join(trajectories: Mapping[str, Trajectory], failure: str) -> Trajectory:
         for event in trajectory.events:
             parent = None if event.parent is None else event.parent + first
             events.append(replace(event, parent=parent, start=event.start + start, stop=event.stop + start, role=role))
-        sequences += trajectory.sequences
+        sequences += [replace(sequence, role=role) for sequence in trajectory.sequences]
         rewards += trajectory.turn_rewards
         metrics["turns"] += trajectory.metrics["turns"]
         metrics[f"{role}_reward"] = _sum_rewards(trajectory)

@@ -268,6 +268,8 @@ def _describe_conversation(run: Run) -> str:
     tools = "" if rl.tool_config_path is None else f", tools of {rl.tool_config_path}"
     calls = f" with calls in the format {rl.tool_parser_format}" if tools and rl.tool_parser_format else ""
     limit = f", {rl.max_tool_calls} calls at most" if tools and rl.max_tool_calls else ""
+    adapters = ", ".join(f"{role} by {name}" for role, name in (rl.role_adapters or {}).items())
+    tools += f", roles with their own adapters ({adapters})" if adapters else ""
     turns = "as many turns as fit" if rl.max_turns is None else f"at most {rl.max_turns} turns"
     per_turn = run.generate.sampling_config.max_tokens
     return (

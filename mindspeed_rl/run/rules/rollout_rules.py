@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -231,11 +232,63 @@ def _opponents(run: Run) -> Iterator[Broken]:
         yield violate("opponents_loop", text, none, keys=key)
     if run.generate.lora_push != "adapter":
         text = (
-            f"[{_OPPONENTS}:name] needs [lora_push:name]: adapter and adapters (lora_target_modules): the rollout engine holds "
-            "snapshots of an adapter, and full weights would need an engine for each; a server of an exported checkpoint can "
-            "be asked by the environment"
+            f"[{_OPPONENTS}:name] needs [lora_push:name]: adapter and adapters (lora_target_modules): "
+            "opponents of full weights would need another engine for each snapshot (14 GiB of a device for 7B, where an "
+            "adapter of rank 16 has 0.08) or a weight sync between any two turns; a server of an exported checkpoint can be "
+            "asked by the environment"
         )
         yield violate("opponents_adapters", text, none, keys=key)
+
+
+_ADAPTERS = "rl_config.role_adapters"
+#: names of adapters, which are folders too
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+@needs("rl_config", "generate_config")
+def _role_adapters(run: Run) -> Iterator[Broken]:
+    """Check runs whose roles have their own adapters."""
+    rl, actor, objective = run.rl, run.config.actor_config, run.objective
+    if rl.role_adapters is None:
+        return
+    assert objective is not None
+    key, none = {_ADAPTERS: dict(rl.role_adapters)}, {_ADAPTERS: None}
+    wrong = [value for value in rl.role_adapters.values() if not isinstance(value, str) or not _ADAPTER_NAME.fullmatch(value)]
+    if wrong or not rl.role_adapters:
+        text = f"[{_ADAPTERS}] needs role: adapter for each role, and names of adapters have letters, digits, - and _"
+        yield violate("role_adapters_names", text, none, keys=key)
+    if rl.agent_loop_name != "roles":
+        text = f"[{_ADAPTERS}:name] needs multi_turn_enable and [agent_loop:name]: roles, the loop whose turns belong to roles"
+        yield violate("role_adapters_loop", text, none, keys=key)
+    if run.generate.lora_push != "adapter":
+        text = (
+            f"[{_ADAPTERS}:name] needs [lora_push:name]: adapter and adapters (lora_target_modules): the rollout engine holds "
+            "the adapters of all roles next to one base"
+        )
+        yield violate("role_adapters_push", text, none, keys=key)
+    if not actor.lora_ckpt_filter:
+        text = (
+            f"[{_ADAPTERS}:name] needs [actor_config.lora_ckpt_filter:name]: true, or the checkpoint of each adapter would "
+            "have the base"
+        )
+        yield violate("role_adapters_checkpoints", text, {"actor_config.lora_ckpt_filter": True, **none}, keys=key)
+    for name, holds, off, reason in (
+        ("rl_config.ema_decay", rl.ema_decay, 0.0, "an average follows one adapter"),
+        ("rl_config.sync_ref_model", rl.sync_ref_model, False, "the reference follows one actor"),
+        ("rl_config.distillation.teacher_models", objective.distillation, [], "teachers judge rows of one adapter"),
+        ("actor_config.async_save", actor.async_save, False, "adapters take turns while a checkpoint is written"),
+        ("actor_config.swap_optimizer", actor.swap_optimizer, False, "the optimizer has the state of one adapter at a time"),
+        ("actor_config.optimizer_offload_fraction", actor.optimizer_offload_fraction, 0.0, "its state is kept apart for each"),
+        ("actor_config.reuse_fp32_param", actor.reuse_fp32_param, False, "weights and their fp32 copies share storage"),
+        ("actor_config.dynamic_context_parallel", actor.has_dynamic_context, False, "the rows of an adapter are parts of rows"),
+        ("rl_config.loss_type", objective.loss.compares_group, None, "it compares complete groups, and a role may not speak"),
+    ):
+        if holds:
+            text = f"[{_ADAPTERS}:name] excludes [{name}]: {reason}"
+            yield violate("role_adapters_excludes", text, {name: off, **none}, keys=key)
+    if run.config.reads_images:
+        text = f"[{_ADAPTERS}:name] excludes images: those of a row are not divided over its roles"
+        yield violate("role_adapters_images", text, none, keys=key)
 
 
 @needs("generate_config")
@@ -570,6 +623,6 @@ def _budgets(run: Run) -> Iterator[Broken]:
 
 
 ROLLOUT_RULES = (
-    _turns, _opponents, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments, _drafts,
-    _quantization, _exact_log_probs, _module_engine
+    _turns, _opponents, _role_adapters, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments,
+    _drafts, _quantization, _exact_log_probs, _module_engine
 )  # fmt: skip

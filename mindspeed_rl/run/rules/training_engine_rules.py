@@ -103,6 +103,7 @@ _FSDP = _EngineLimits(
     run_keys={
         **_same("rl_config.sync_ref_model", (False,), "it averages no weights"),
         **_same("rl_config.opponents.roles", ([],), "snapshots of earlier weights have not run with it"),
+        **_same("rl_config.role_adapters", (None,), "adapters take turns in Megatron's optimizer"),
         **_same("msprobe_config.msprobe", (False,), "dumps record the modules of Megatron"),
     },
     without_effect={

@@ -133,7 +133,8 @@ def test_a_command_without_arguments_shows_what_to_do_next(name: str, capsys: py
     "words",
     [
         ["train"], ["explain"], ["plan"], ["plan", "memory"], ["plan", "time"], ["diff", "train", "rollout"],
-        ["npu-cost"], ["preprocess"], ["teacher-log-probs", "--server", "http://127.0.0.1:1/v1"],
+        ["npu-cost"], ["preprocess"], ["promise"], ["parity", "--engines", "megatron,fsdp"], ["audit", "reward"],
+        ["serve"], ["rollout"], ["teacher-log-probs", "--server", "http://127.0.0.1:1/v1"],
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.merge import open_model as open_merged
 from mindspeed_rl.cli.convert import main as convert
 from mindspeed_rl.inference.model_files import ModelSettings, open_model
 
@@ -147,6 +148,14 @@ def test_what_contradicts_the_trained_adapters_is_an_error(
 def test_what_cannot_be_run_is_an_error_that_says_why(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds neither a Hugging Face model .* nor a checkpoint"):
         open_model(ModelSettings(tmp_path))
+    # as roles with their own adapters export them
+    for name in ("solver", "critic"):
+        (tmp_path / "roles" / name).mkdir(parents=True)
+        (tmp_path / "roles" / name / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"it has the adapters critic, solver: name one, such as .*roles/critic"):
+        open_model(ModelSettings(tmp_path / "roles"))
+    with pytest.raises(ValueError, match=r"roles is not a model; it has the adapters critic, solver"):
+        open_merged(tmp_path / "roles", None, None)
     with pytest.raises(ValueError, match="--load: '.*missing' does not exist"):
         open_model(ModelSettings(tmp_path / "missing"))
     with pytest.raises(ValueError, match="need an adapter: .* holds none"):

@@ -14,8 +14,8 @@ import torch
 from test_agent_loops import PROMPT, TOKENIZER, Speaker, settings, task
 
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
-from mindspeed_rl.config import build_run_config
-from mindspeed_rl.config.keys.rl import OpponentKeys
+from mindspeed_rl.config import RLConfig, build_run_config
+from mindspeed_rl.config.keys.rl import OpponentKeys, Resource
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.agents import load_agent_loop
@@ -29,6 +29,7 @@ from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.role_advantages import compute_role_advantages
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.workers.responses import build_response_columns
+from mindspeed_rl.workers.role_adapters import build_adapter_columns
 
 
 class Debate:
@@ -150,6 +151,32 @@ def test_an_opponents_turns_are_sampled_by_its_snapshot_and_are_no_part_of_the_r
     assert trajectory.turn_rewards == (None, 1.25, 0.5)
     opponent = {"opponent_version": 20.0, "opponent_reward": -1.5, "opponent_turns": 1.0, "reward_against_opponent": 1.75}
     assert trajectory.metrics == {"turns": 3.0, "pro_reward": 1.25, "judge_reward": 0.5, **opponent}
+
+
+def test_each_role_samples_with_its_adapter_and_an_opponent_with_that_of_its_role() -> None:
+    adapters = {"pro": "", "con": "other", "judge": "other"}
+    loop = load_agent_loop("roles")(
+        settings(environment="games:Debate", limits=TrajectoryLimits(9000, 1000, 4000), role_adapters=adapters)
+    )
+    engine = Adapters(["A", "BB", "CCC", "DDDD"])
+    trajectory = asyncio.run(loop.run(task(), engine, None))
+    assert engine.named == ["", "other", "", "other"]
+    assert [sequence.role for sequence in trajectory.sequences] == ["pro", "con", "judge"]
+    keys = replace(RLConfig(actor_resource=Resource(num_npus=1)), role_adapters={"pro": "x", "con": "y", "judge": "y"})
+    assert keys.engine_adapters == {"pro": "", "con": "y", "judge": "y"}
+    column = build_adapter_columns(keys, [trajectory, play(Speaker(["A"]), "Lonely", opponent=Opponent("pro", 0))])
+    assert [row.tolist() for row in column["sequence_adapters"]] == [[0, 1, 1], [0]]
+    for role, expected in (("con", ["", "version_0000020/other", "", "other"]), ("pro", ["version_0000020", "other"] * 2)):
+        engine = Adapters(["A", "BB", "CCC", "DDDD"])
+        asyncio.run(loop.run(replace(task(), opponent=Opponent(role, 20)), engine, None))
+        assert engine.named == expected
+
+
+@pytest.mark.parametrize("adapters", [{"pro": "a"}, {"pro": "a", "con": "b", "judge": "c", "foe": "d"}])
+def test_adapters_of_other_roles_than_the_environments_are_refused(adapters: dict[str, str]) -> None:
+    limits = TrajectoryLimits(9000, 1000, 4000)
+    with pytest.raises(ValueError, match="role_adapters names pro.*, and the environment's roles are pro, con, judge"):
+        load_agent_loop("roles")(settings(environment="games:Debate", role_adapters=adapters, limits=limits))
 
 
 def test_an_episode_that_the_opponent_ends_alone_has_nothing_to_train() -> None:

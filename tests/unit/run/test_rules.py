@@ -40,6 +40,11 @@ EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "s
 EXACT = {"exact_log_probs": True}
 DYNAMIC_CONTEXT = {"context_parallel_size": 2, "dynamic_context_parallel": True}
 ROLES = {"multi_turn_enable": True, "agent_loop": "roles", "environment": "games:Duel"}
+OWN = {"role_adapters": {"first": "a", "second": "b"}}
+ADAPTERS: dict[str, Any] = {
+    M: {"lora_target_modules": ["linear_qkv"], "lora_ckpt_filter": True},
+    G: {"lora_push": "adapter"},
+}
 #: names of a batch plan's numbers in its rules
 SIZE_NAMES = ("group_size",)
 APART = {"actor": 2, "rollout": 4}
@@ -63,6 +68,29 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         {R: {**ROLES, "opponents": {"roles": ["first"]}}},
         "opponents_adapters",
         ["opponents.roles needs generate_config.lora_push: adapter", "server"],
+    ),
+    ({R: {**ROLES, "role_adapters": {"first": "a/b"}}, **ADAPTERS}, "role_adapters_names", ["letters, digits, - and _"]),
+    ({R: {**ROLES, "role_adapters": {}}, **ADAPTERS}, "role_adapters_names", ["needs role: adapter for each role"]),
+    ({R: OWN, **ADAPTERS}, "role_adapters_loop", ["needs multi_turn_enable and rl_config.agent_loop: roles"]),
+    (
+        {R: {**ROLES, **OWN}, M: {"lora_ckpt_filter": True}},
+        "role_adapters_push",
+        ["role_adapters needs generate_config.lora_push: adapter"],
+    ),
+    (
+        {R: {**ROLES, **OWN}, **ADAPTERS, M: {**ADAPTERS[M], "lora_ckpt_filter": False}},
+        "role_adapters_checkpoints",
+        ["needs actor_config.lora_ckpt_filter: true"],
+    ),
+    (
+        {R: {**ROLES, **OWN, "ema_decay": 0.9}, **ADAPTERS, M: {**ADAPTERS[M], "save": "a", "save_hf": True}},
+        "role_adapters_excludes",
+        ["role_adapters excludes rl_config.ema_decay (0.9): an average follows one adapter"],
+    ),
+    (
+        {R: {**ROLES, **OWN}, **ADAPTERS, M: {**ADAPTERS[M], "async_save": True}},
+        "role_adapters_excludes",
+        ["role_adapters excludes actor_config.async_save (true)"],
     ),
     ({R: {"ema_decay": 0.9}}, "average_is_read", ["rl_config.ema_decay (0.9)", "nothing would read", "save_hf"]),
     (

@@ -60,6 +60,7 @@ _REFUSED: list[tuple[str, str, Any]] = [
     ("actor_config", "grad_reduce_in_fp32", False),
     ("actor_config", "stream_ref_weights", True),
     ("rl_config", "opponents", {"roles": ["player"]}),
+    ("rl_config", "role_adapters", {"player": "own"}),
     ("msprobe_config", "msprobe", True),
 ]
 

@@ -204,6 +204,7 @@ ELSEWHERE: dict[str, str] = {
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
     ),
     "workers/actor_worker.py": "opponents",
+    "workers/role_adapters.py": "role_adapters",
     "serving/servers.py": "rollout_server_restarts vllm_server_token_file",
     "workers/scoring.py": "placeholder_token reward_tokens",
     "workers/stages/instruction.py": "teacher_topk_rest pack neat_pack reset_position_ids reset_attention_mask",
