@@ -25,8 +25,8 @@ from torch import Tensor
 
 #: the operator takes rows that are shorter
 _WIDTH_LIMIT = 65536
-#: mark of a parameter of grouped experts whose gradient the product adds up
-_MARK = "gradient_is_added_by_the_product"
+#: attribute of a parameter of grouped experts whose gradient the product adds to its sum
+_ADDS = "product_adds_gradient"
 
 
 def apply() -> None:
@@ -39,17 +39,17 @@ def apply() -> None:
     layers._grad_accum_fusion_available = True
     products: Any = importlib.import_module("mindspeed.ops.gmm")
     products.npu_groupmatmul_add_fp32 = _add_groups
-    # of releases of Megatron with grouped experts
+    # releases without grouped experts do not have it
     util: Any = getattr(importlib.import_module("megatron.core.transformer.moe.experts"), "gg", None)
-    if util is not None and util.ops is not _MarkedGroups:
-        util.ops = _MarkedGroups
+    if util is not None and util.ops is not _AddingGroups:
+        util.ops = _AddingGroups
 
 
-def mark(experts: Any) -> None:
+def add_gradients_in_products(experts: Any) -> None:
     """Let the products of grouped experts add their gradients, where their configuration asks for it."""
     if experts.config.gradient_accumulation_fusion:
         for weight in (experts.weight1, experts.weight2):
-            setattr(weight, _MARK, True)
+            setattr(weight, _ADDS, True)
 
 
 def add_linear_gradient(inputs: Tensor, upstream: Tensor, total: Tensor) -> None:
@@ -107,7 +107,7 @@ def _one_group(rows: int, device: torch.device) -> Tensor:
     return torch.full((1,), rows, dtype=torch.int64, device=device)
 
 
-class _MarkedGroups:
+class _AddingGroups:
     """MindSpeed's grouped product, which is told the parameter where its gradient is to be added by the product."""
 
     @staticmethod
@@ -116,7 +116,7 @@ class _MarkedGroups:
         util: Any = importlib.import_module("mindspeed.core.transformer.moe.grouped_gemm_util")
         # the experts' view of their parameter
         weight = matrices._base
-        fuses = getattr(weight, _MARK, False) and matrices.requires_grad and not trans_b and _is_narrow(matrices)
+        fuses = getattr(weight, _ADDS, False) and matrices.requires_grad and not trans_b and _is_narrow(matrices)
         return util.Ops.gmm(rows, matrices, counts, trans_b, gemm_fusion=fuses, original_weight=weight if fuses else None)
 
 

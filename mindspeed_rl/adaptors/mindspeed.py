@@ -271,7 +271,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     packed_rope.adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
     fused_steps.apply()
     gradient_products.apply()
-    parallel_products.configure(asked=config.use_ascend_mc2)
+    parallel_products.apply(asked=config.use_ascend_mc2)
     megatron_recompute.apply()
     megatron_padded_states.apply()
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer

@@ -68,7 +68,7 @@ def _fuse_after(init: Callable[..., None]) -> Callable[..., None]:
         import torch_npu
 
         init(self, *args, **kwargs)
-        gradient_products.mark(self)
+        gradient_products.add_gradients_in_products(self)
         if self.config.gated_linear_unit and self.config.activation_func is torch.nn.functional.silu:
             self.activation_func = functools.partial(torch_npu.npu_swiglu, dim=-1)
 

@@ -2,14 +2,14 @@
 
 | patch | symbol | why |
 |---|---|---|
-| layers | ColumnParallelLinear, RowParallelLinear: \
-__init__, forward | with sequence parallelism Megatron gathers rows before a product, and scatters sums after it |
+| layers | ColumnParallelLinear.forward, RowParallelLinear.forward | with sequence parallelism Megatron gathers rows before a \
+product, and scatters sums after it |
 
 `npu_all_gather_base_mm` is the forward pass of a layer that is divided over its outputs and the backward pass of one that is
 divided over its inputs, `npu_mm_reduce_scatter_base` the forward pass of the latter. The backward pass of the former has two
-products, behind each of which its collective hides, as in Megatron. MindSpeed's classes of this name do not take the process
-group that Megatron 0.16 gives them. Layers of experts, layers whose weights are frozen while others train, and products of
-fewer than 256 columns are left as they are.
+products, and its two collectives run at the same time as these, as in Megatron. MindSpeed's classes of this name do not take
+the process group that Megatron 0.16 gives them. Layers of experts, float32 layers, and products of fewer than 256 columns are
+left as they are.
 
 Checked on the simulated NPU, where the numbers are those of the plain layers; not verified on NPU hardware.
 """
@@ -33,47 +33,35 @@ _LEAST_WIDTH, _WIDTH_LIMIT = 256, 65535
 _SIZES = (2, 4, 8, 16)
 #: torch_npu's number of an Ascend 950
 _SOC_950 = 260
-#: whether layers that are built now are fused
-_asked = False
 
 _Group = dist.ProcessGroup
 
 
-def configure(*, asked: bool) -> None:
-    """Patch the layers of megatron.core, of which those built from now on are fused where it is asked for. Idempotent.
+def apply(*, asked: bool) -> None:
+    """Patch the layers of megatron.core; those are fused whose configuration has `tp_comm_overlap`. Idempotent.
+
+    Args:
+        asked: a role of this process has `use_ascend_mc2`.
 
     Raises:
         ValueError: this device has no such operators.
     """
-    global _asked
     import torch_npu
 
     if asked and torch_npu.npu.get_soc_version() >= _SOC_950:
         raise ValueError("use_ascend_mc2: the operators are those of A2 and A3; an Ascend 950 does not have them.")
-    _asked = asked
     layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
     for owner, build in ((layers.ColumnParallelLinear, _build_column), (layers.RowParallelLinear, _build_row)):
-        if asked and not hasattr(owner.forward, "fuses_collectives"):
-            owner.__init__ = _note(owner.__init__)
+        if owner.forward.__module__ != __name__:
             owner.forward = build(owner.forward)
 
 
-def _note(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def noting_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.fuses_collectives = _asked and self.sequence_parallel and not self.is_expert and self.tp_group.size() in _SIZES
-
-    return noting_init
-
-
 def _is_fused(layer: Any) -> bool:
-    """Return True where the weights train, or nothing does."""
-    return layer.fuses_collectives and (layer.weight.requires_grad or not torch.is_grad_enabled())
+    is_asked = layer.config.tp_comm_overlap and layer.sequence_parallel and not layer.is_expert
+    return is_asked and layer.tp_group.size() in _SIZES and layer.weight.dtype in (torch.bfloat16, torch.float16)
 
 
 def _build_column(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def forward(
         self: Any, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -85,12 +73,10 @@ def _build_column(plain: Callable[..., Any]) -> Callable[..., Any]:
             return output, self.bias
         return output + self.bias, None
 
-    forward.fuses_collectives = True  # pyrefly: ignore[missing-attribute]  (the mark of a patched class)
-    return forward
+    return functools.update_wrapper(forward, plain, assigned=("__doc__",))
 
 
 def _build_row(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
     def forward(self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.input_is_parallel or not _is_fused(self):
             return plain(self, input_)
@@ -99,8 +85,7 @@ def _build_row(plain: Callable[..., Any]) -> Callable[..., Any]:
             return output, self.bias
         return output + self.bias, None
 
-    forward.fuses_collectives = True  # pyrefly: ignore[missing-attribute]  (the mark of a patched class)
-    return forward
+    return functools.update_wrapper(forward, plain, assigned=("__doc__",))
 
 
 class _GatheredProduct(torch.autograd.Function):
@@ -121,13 +106,17 @@ class _GatheredProduct(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         rows, upstream = inputs.flatten(0, 1).contiguous(), upstream.flatten(0, 1).contiguous()
-        gathered = rows.new_empty(len(upstream), rows.size(1))
-        handle = dist.all_gather_into_tensor(gathered, rows, group=ctx.group, async_op=True)
+        gathered = handle = None
+        if weight.requires_grad:
+            gathered = rows.new_empty(len(upstream), rows.size(1))
+            handle = dist.all_gather_into_tensor(gathered, rows, group=ctx.group, async_op=True)
         sums = upstream.matmul(weight)
-        handle.wait()
-        of_inputs = torch.empty_like(rows)
+        if handle is not None:
+            handle.wait()
+        of_inputs, of_weight = torch.empty_like(rows), None
         handle = dist.reduce_scatter_tensor(of_inputs, sums, group=ctx.group, async_op=True)
-        of_weight = compute_weight_gradient(gathered, upstream, weight, ctx.main_grad)
+        if gathered is not None:
+            of_weight = compute_weight_gradient(gathered, upstream, weight, ctx.main_grad)
         handle.wait()
         return of_inputs.view_as(inputs), of_weight, None, None
 
@@ -179,8 +168,10 @@ def _multiply_and_scatter(rows: Tensor, matrix: Tensor, group: _Group) -> Tensor
     return share
 
 
-@functools.lru_cache(maxsize=8)
 def _get_name(group: _Group) -> str:
-    """Return the name of the group's communicator in HCCL."""
+    """Return the name of the group's communicator in HCCL, on this process's device."""
+    import torch_npu
+
     backend: Any = group._get_backend(torch.device("npu"))
-    return backend.get_hccl_comm_name(dist.get_rank(group))
+    # torch_npu takes a rank, and finds the device by it: that of the same number
+    return backend.get_hccl_comm_name(torch_npu.npu.current_device())

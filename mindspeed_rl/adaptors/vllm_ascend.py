@@ -12,6 +12,7 @@
 | noise | `patch_libraries` | see `vllm_ascend_sampling` |
 | experts by a map | `patch_libraries` | see `vllm_ascend_experts` |
 | head of drafts | `patch_libraries` | vllm-ascend gives prediction layers the policy's head only where both have equal bits, which dummy weights do not; no weight sync fills a head of their own |
+| adapters of merged layers | `patch_libraries` | vLLM 0.23 gathers their inner columns over tensor parallel ranks, although each rank has them all: kernels that read as many columns as the ranks together have get others |
 | latent attention | `after_load` | its kernel multiplies with copies of parts of kv_b_proj, which nobody but the first load makes |
 
 Expert weights have two layouts: the checkpoint's (w13 [experts, 2 * inner, hidden], w2 [experts, hidden, inner]), which
@@ -190,6 +191,21 @@ def _share_heads_of_drafts(proposer: Any) -> None:
     proposer._maybe_share_lm_head = share
 
 
+def _keep_inner_columns(layers: Any) -> None:
+    """Let merged layers (gate and up) multiply with adapters as other layers do, unless adapters are divided. Idempotent."""
+    owner = layers.MergedColumnParallelLinearWithLoRA
+    gathering = vars(owner).get("apply")
+    if gathering is None or "_mcp_apply" not in gathering.__code__.co_names:
+        return  # of another release
+
+    def apply(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.tp_size == 1 or self.lora_config.fully_sharded_loras:
+            return gathering(self, x, bias)
+        return layers.BaseLinearLayerWithLoRA.apply(self, x, bias)
+
+    owner.apply = apply
+
+
 def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if all(weight in module._parameters for weight in _EXPERT_WEIGHTS):
@@ -229,6 +245,7 @@ class VllmAscendHooks(EngineHooks):
         module.find_spec = _find_real_spec
         vllm_ascend_sampling.apply()
         vllm_ascend_experts.look_up_places()
+        _keep_inner_columns(importlib.import_module("vllm.lora.layers.column_parallel_linear"))
         proposers, name = _row_for(_DRAFT_PROPOSERS, self._release or _installed_release())
         _share_heads_of_drafts(getattr(importlib.import_module(proposers), name))
 

@@ -94,6 +94,7 @@ def _run_settings(config: MegatronConfig, model_config: ModelConfig, layout: Lay
         "attention_softmax_in_fp32": True,
         "deterministic_mode": config.npu_deterministic or config.deterministic,
         "gradient_accumulation_fusion": config.gemm_gradient_accumulation_fusion and platform.current().megatron_kernels,
+        "tp_comm_overlap": config.use_ascend_mc2 and platform.current().megatron_kernels,
         "moe_grouped_gemm": bool(model_config.num_moe_experts) and config.moe_grouped_gemm,
         # with both directions batched to one peer, gloo and HCCL match messages in posting order and mix them up
         "overlap_p2p_comm": layout.vpp > 1,

@@ -60,6 +60,8 @@ def test_it_adds_gradients_in_products_too() -> None:
 
 
 @pytest.mark.slow
-def test_layers_with_adapters_are_left_as_they_are_while_they_train() -> None:
+def test_frozen_weights_under_adapters_are_multiplied_by_it_too() -> None:
     case, adapters = CASES["two ranks"], {"lora_target_modules": ["linear_qkv", "linear_proj"], "lora_r": 4, "lora_alpha": 8}
-    assert losses(train(case, {"use_ascend_mc2": True} | adapters)) == losses(train(case, adapters))
+    fused = train(case, {"use_ascend_mc2": True} | adapters)
+    assert losses(fused) == losses(train(case, adapters))
+    assert fused[0]["fused"][GATHERS] > 0 and fused[0]["fused"][SCATTERS] > 0

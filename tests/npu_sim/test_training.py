@@ -58,13 +58,18 @@ def layout(dies: int, tensor: int = 1, rollout: int = 1, **keys: object) -> tupl
     )
 
 
-ADAPTERS = layout(1, lora_r=4, lora_alpha=8, lora_target_modules="[linear_qkv,linear_proj,linear_fc1,linear_fc2]")
+_TARGETS = "[linear_qkv,linear_proj,linear_fc1,linear_fc2]"
+_LORA: dict[str, object] = {"lora_r": 4, "lora_alpha": 8, "lora_target_modules": _TARGETS}
+ADAPTERS = layout(1, **_LORA)
 slow = pytest.mark.slow
 RUNS = {
     "TP2 to two engines": layout(2, tensor=2),
     "TP2 x DP2 to two engines of TP2": pytest.param(layout(4, tensor=2, rollout=2), marks=slow),
     "adapters": pytest.param(ADAPTERS, marks=slow),
     "adapters pushed by themselves": pytest.param((*ADAPTERS, "generate_config.lora_push=adapter"), marks=slow),
+    "adapters pushed to an engine of TP2": pytest.param(
+        (*layout(2, tensor=2, rollout=2, **_LORA), "generate_config.lora_push=adapter"), marks=slow
+    ),
     "DP2 with a swapped optimizer": pytest.param(layout(2, swap_optimizer=True, use_distributed_optimizer=True), marks=slow),
 }
 
