@@ -223,7 +223,7 @@ def test_two_roles_train_their_own_adapters_and_resume_exactly(
     def keys_of(folder: Path, *changes: str) -> list[str]:
         keys = [key for key in adapters_of(task, folder, "Pair", OWN) if key not in ONE_PROCESS]
         common = [key for key in COMMON if "save_interval" not in key]
-        return [*keys, *common, *layout(2, tensor=2), *changes]
+        return [*keys, *common, *layout(2, tensor=2, rollout=2), *changes]
 
     whole = finished(task, tmp_path / "whole", *keys_of(tmp_path / "whole"), timeout_s=LIMIT_S)
     assert len(whole.metrics) == ITERATIONS
