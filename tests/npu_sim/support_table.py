@@ -118,9 +118,10 @@ ROWS = (
     ("GRPO as a command with a prediction layer that trains (DeepSeek-V3), resume; the same layer makes drafts",
      "以命令运行 GRPO 并训练 MTP 层（DeepSeek-V3），续训；该层亦用于生成草稿",
      ("test_training.test_prediction", "test_training.test_drafts_of")),
-    ("An average of the weights, audit, evaluation sets and recorded log-probs in one GRPO run, resume; a game of two roles, and "
-     "two roles that train their own adapters, with an engine of TP2",
-     "一次 GRPO 中同时使用权重滑动平均、审计、多个评测集与记录的对数概率，可续训；两个角色的游戏；两个角色各自训练适配器，引擎 TP2",
+    ("An average of the weights, audit, evaluation sets and recorded log-probs in one GRPO run, resume; a game of two roles, "
+     "and two roles that train their own adapters, with an engine of TP2",
+     "一次 GRPO 中同时使用权重滑动平均、审计、多个评测集与记录的对数概率，可续训；两个角色的游戏；"
+     "两个角色各自训练适配器，引擎 TP2",
      ("test_newer_features.test_the_exported", "test_newer_features.test_it", "test_newer_features.test_responses",
       "test_newer_features.test_a_model", "test_newer_features.test_two_roles")),
     ("GRPO on servers (asynchronous, one step off, a dedicated reference, recorded log-probs), with partial responses, and "

@@ -360,6 +360,25 @@ def test_expandable_segments_are_refused_where_an_engine_is_built_and_left_to_it
     vllm_ascend.apply()  # the process of a server's engine, where vllm-ascend has set it
 
 
+class AdaptedLayer:
+    def __init__(self, ranks: int, *, is_divided: bool) -> None:
+        self.tp_size, self.lora_config = ranks, types.SimpleNamespace(fully_sharded_loras=is_divided)
+
+    def apply(self, x: str, bias: None = None) -> str:
+        return "own"
+
+
+def _mcp_apply(x: str, bias: None, layer: AdaptedLayer) -> str:
+    return "gathered"
+
+
+class MergedAdaptedLayer(AdaptedLayer):
+    """As in vLLM 0.23, where this form of layer always gathers."""
+
+    def apply(self, x: str, bias: None = None) -> str:
+        return _mcp_apply(x, bias, self)
+
+
 def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     placeholder = types.ModuleType("flash_attn")
     placeholder.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)  # what MindSpeed leaves
@@ -384,6 +403,11 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     exchange.TokenDispatcherWithAllGather = Dispatcher  # type: ignore[attr-defined]
     for name in ("vllm_ascend.ops", "vllm_ascend.ops.fused_moe", exchange.__name__):
         monkeypatch.setitem(sys.modules, name, exchange)
+    columns = types.ModuleType("vllm.lora.layers.column_parallel_linear")
+    columns.BaseLinearLayerWithLoRA = AdaptedLayer  # type: ignore[attr-defined]
+    columns.MergedColumnParallelLinearWithLoRA = MergedAdaptedLayer  # type: ignore[attr-defined]
+    for name in ("vllm.lora", "vllm.lora.layers", columns.__name__):
+        monkeypatch.setitem(sys.modules, name, columns)
     hooks = vllm_ascend.VllmAscendHooks((0, 23))
     hooks.patch_libraries()
     hooks.patch_libraries()  # of another engine in the process
@@ -395,6 +419,10 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     assert proposer.model["layers"][1].shared_head.head is not policy.lm_head and proposer.joined == 1
     assert rotary.find_spec("flash_attn") is None
     assert operators.apply_repetition_penalties == "of torch"
+    # several ranks that all have the inner columns of an adapter do not gather them; those that divide them do
+    forms = [(ranks, divided) for ranks in (1, 2) for divided in (False, True)]
+    applied = [MergedAdaptedLayer(ranks, is_divided=divided).apply("x") for ranks, divided in forms]
+    assert applied == ["gathered", "gathered", "own", "gathered"]
     # experts 0 and 2 are on the first device, 1 and 3 on the second; each finds its own at their places
     places = torch.tensor([0, 2, 1, 3])
     for experts, expected in (([0, -1, 1, -1], [0, 1, -1, -1]), ([-1, 0, -1, 1], [-1, -1, 0, 1])):
