@@ -364,7 +364,7 @@ def _write_run(
     (folder / "report.json").write_text(json.dumps({"title": "mine", "outcome": outcome, "config_set": written}))
 
 
-def test_earlier_runs_of_the_same_run_file_make_a_band(tmp_path: Path) -> None:
+def test_earlier_runs_of_the_same_run_file_make_a_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_run(tmp_path / "a", lambda index: index / 100, seed=1)
     _write_run(tmp_path / "b", lambda index: 2 * index / 100, seed=2, run_dir="elsewhere")
     _write_run(tmp_path / "failed", lambda index: 9.0, outcome="failed: x")
@@ -380,10 +380,17 @@ def test_earlier_runs_of_the_same_run_file_make_a_band(tmp_path: Path) -> None:
     assert (first.low, first.high) == (pytest.approx(0.055 - 0.0055), pytest.approx(0.11 + 0.0055))
     assert find_band(tmp_path / "new", "yours", written) is None
     # a run has absolute paths, its run file those that the user wrote
-    _write_run(tmp_path / "plugins" / "a", lambda index: 0.5, length=4, external_plugins=["/a/reward.py"], load="/a/model")
+    # which are compared: a file of the same name elsewhere is another reward
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    paths = [folder / "reward.py" for folder in (tmp_path, elsewhere)]
+    for path in paths:
+        path.touch()
+    _write_run(tmp_path / "plugins" / "a", lambda index: 0.5, length=4, external_plugins=[str(paths[0])], load="/a/model")
     own, others = (
         {**written, "megatron_training": {"lr": 1e-4, "external_plugins": [name], "load": "model"}}
-        for name in ("reward.py", "other.py")
+        for name in ("reward.py", "elsewhere/reward.py")
     )
     short = find_band(tmp_path / "plugins" / "new", "mine", own)
     assert short is not None and [(window.first, window.last) for window in short.windows] == [(1, 4)]
