@@ -132,7 +132,7 @@ def draw_iteration(zh: int) -> str:
 def draw_memory_plan(zh: int) -> str:
     """Draw the bytes of a device in each phase of a run file, by owner."""
     run = draft(load_run_config(PLANNED))
-    plan = plan_memory(run, find_device(run.config))
+    plan = plan_memory(run, find_device(run))
     phases = plan.fullest.phases
     owners = list(dict.fromkeys(owner for phase in phases for owner in phase.owners))
     title = (

@@ -91,7 +91,8 @@ class NearDuplicates:
         """Return the signatures of some texts, [texts, hashes] uint32; a mapped file would bring all of it to memory."""
         signatures = np.empty((len(texts), _NUM_HASHES), np.uint32)
         for text, signature in zip(texts.tolist(), signatures):
-            os.preadv(self._file.fileno(), [signature.data], text * signature.nbytes)
+            if os.preadv(self._file.fileno(), [signature.data], text * signature.nbytes) != signature.nbytes:
+                raise OSError(f"{self._file.name} ends before signature {text}: another program has cut it off")
         return signatures
 
     def _list_pairs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:

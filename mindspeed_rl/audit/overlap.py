@@ -16,7 +16,7 @@ from mindspeed_rl.audit.texts import hash_n_grams, hash_words
 _SIZE, _SHARE = 8, 0.5
 #: evaluation prompts from which a run is the task's wording: at least this many, and this share of them
 _COMMON, _COMMON_SHARE = 3, 0.01
-#: entries of the table of last bits per run
+#: entries of the table of last bits per run, at least; with the next power of two 16 to 32 bytes
 _SPARSE = 16
 
 

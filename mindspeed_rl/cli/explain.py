@@ -136,7 +136,7 @@ def _describe_memory(run: Run) -> str:
     find_device = registry.load("mindspeed_rl.planner.devices:find_device", "explain")
     plan_server = registry.load("mindspeed_rl.planner.server:plan_server", "explain")
     try:
-        return plan_server(run, find_device(run.config)).describe()
+        return plan_server(run, find_device(run)).describe()
     except ValueError as error:
         return f"nothing: {error}"
 

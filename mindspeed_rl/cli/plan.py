@@ -205,7 +205,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Run, Device
     run = draft(choose_platform(cfg) if arguments.chip is None else cfg, arguments.nodes)
     if violations := validate(run):
         raise ConfigError(map(str, violations))
-    return tree, run, find_device(run.config, arguments.chip, arguments.memory_gib)
+    return tree, run, find_device(run, arguments.chip, arguments.memory_gib)
 
 
 def _memory(arguments: argparse.Namespace) -> int:
@@ -243,7 +243,7 @@ def _print_time(arguments: argparse.Namespace, run: Run, device: Device) -> int:
     measured = None if arguments.calibrate is None else read_measured(arguments.calibrate)
     plan = plan_time(run, device, samples=known)
     if measured is not None:
-        measured_on = find_device(measured.run.config, arguments.chip, arguments.memory_gib)
+        measured_on = find_device(measured.run, arguments.chip, arguments.memory_gib)
         plan = calibrate(plan, compute_factors(measured, measured_on))
     # with a dedicated rollout the run file determines the mode, and the plan is of that mode
     modes = {} if run.config.is_supervised or run.placement.disaggregated else _modes(run.config, plan)

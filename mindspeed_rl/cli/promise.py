@@ -68,7 +68,7 @@ def _print_promise(arguments: argparse.Namespace) -> int:
     run = draft(choose_platform(cfg) if arguments.chip is None else cfg, arguments.nodes)
     if violations := validate(run):
         raise ConfigError(map(str, violations))
-    device = find_device(run.config, arguments.chip, arguments.memory_gib)
+    device = find_device(run, arguments.chip, arguments.memory_gib)
     if run.config.serve_config is not None:  # its clients make the loops: nothing has seconds
         server = plan_server(run, device)
         print(json.dumps(server.encode()) if arguments.json else server.describe(), flush=True)

@@ -104,7 +104,7 @@ def tune(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output or f"{Path(name).name}_tuned.yaml")
     _check_output(output, directory / f"{name}.yaml")
     kept = None if arguments.keep is None else _check_kept(Path(arguments.keep))
-    device = find_device(run.config, arguments.chip, arguments.memory_gib)
+    device = find_device(run, arguments.chip, arguments.memory_gib)
     layouts = list_layouts(
         tree, run, device, variations=parse_variations(arguments.vary), samples=SampleMeans(arguments.mean_response)
     )

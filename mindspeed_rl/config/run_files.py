@@ -57,13 +57,21 @@ def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
     available = {path.stem: folder for folder in reversed(existing) for path in folder.glob("*.yaml")}
     likely = suggest_name(name.removesuffix(".yml"), sorted(available))
     if likely is None:
-        hint = f"it has {', '.join(sorted(available)) or 'no run file'}"
+        hint = "; ".join(_list_run_files(existing))
     elif available[likely] == existing[0]:
         hint = f"the nearest name there is {likely}"
     else:
         hint = f"the nearest one is {available[likely] / likely}.yaml"
     shown = f"{name} (run files end in .yaml)" if name.endswith(".yml") else f"{name}.yaml"
     raise ConfigError([f"there is no run file {shown} in {existing[0]}; {hint}"])
+
+
+def _list_run_files(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield a phrase per folder with the names of its run files; of the first, "it", also where it has none."""
+    for index, folder in enumerate(dict.fromkeys(folder.resolve() for folder in folders)):
+        names = sorted(path.stem for path in folder.glob("*.yaml"))
+        if names or not index:
+            yield f"{folder if index else 'it'} has {', '.join(names) or 'no run file'}"
 
 
 def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:

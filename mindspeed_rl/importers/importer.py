@@ -150,7 +150,7 @@ def _is_endless(value: object) -> bool:
 def _ask_planner(run: Import, resolved: Run) -> None:
     """Note a layout that does not fit a device, as one of FSDP may not that becomes Megatron's."""
     try:
-        device = find_device(resolved.config)
+        device = find_device(resolved)
         plan = plan_memory(resolved, device)
     except (ValueError, OSError):
         return  # the model's shapes are elsewhere

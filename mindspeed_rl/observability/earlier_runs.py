@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,8 +17,14 @@ from mindspeed_rl.observability.run_files import read_run
 
 #: iterations of a window, and half of the band's least width, as a fraction of the largest mean
 _WINDOW, _TOLERANCE = 10, 0.05
-#: keys in which runs of the same recipe may differ: places, seed and length
-_FREE = frozenset("run_dir save load seed train_iters data_path eval_data_path tokenizer_name_or_path platform".split())
+#: keys in which runs of the same recipe may differ: places, seed and length; files that a run writes, and of its access
+_FREE = frozenset(
+    "run_dir save load seed train_iters data_path eval_data_path tokenizer_name_or_path platform dump_path profile_save_path "
+    "wandb_save_dir swanlab_save_dir optimizer_offload_path eplb_token_save_path vllm_server_token_file "
+    "runtime_env_path".split()
+)
+#: keys with paths; a rubric is one, or a column of the rows
+_PATHS = PATH_KEYS | {"judge_rubric"}
 
 
 def find_band(folder: Path, title: str, written: Mapping[str, Any]) -> ExpectedCurve | None:
@@ -48,7 +55,7 @@ def find_band(folder: Path, title: str, written: Mapping[str, Any]) -> ExpectedC
 
 def _read_earlier(folder: Path, title: str, written: Mapping[str, Any]) -> Iterator[tuple[Path, History]]:
     """Yield the folders of finished runs of the same run file, with their metrics."""
-    own = _keep_decisive(written)
+    own = _keep_decisive({group: _resolve(group, keys) for group, keys in written.items()})
     for path in sorted(folder.parent.glob("*/report.json")):
         if path.parent == folder:
             continue
@@ -67,14 +74,19 @@ def _keep_decisive(written: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for group, keys in written.items():
         if isinstance(keys, Mapping):
-            kept[group] = {name: _shorten(name, value) for name, value in keys.items() if name not in _FREE}
+            kept[group] = {name: value for name, value in keys.items() if name not in _FREE}
     return json.loads(json.dumps({group: keys for group, keys in kept.items() if keys}, default=str))
 
 
-def _shorten(name: str, value: Any) -> Any:
-    """Return the value of a key, with the names of files and folders in place of their paths: a run has absolute ones."""
+def _resolve(name: str, value: Any) -> Any:
+    """Return the value of a key with absolute paths of what is on this machine, as the report of a run has them.
+
+    Two judges or reward models whose files have the same name in other folders are not the same. A name on a hub stays.
+    """
     if isinstance(value, Mapping):
-        return {inner: _shorten(inner, one) for inner, one in value.items()}
+        return {inner: _resolve(inner, one) for inner, one in value.items()}
     if isinstance(value, list):
-        return [_shorten(name, one) for one in value]
-    return Path(value).name if name in PATH_KEYS and isinstance(value, str) else value
+        return [_resolve(name, one) for one in value]
+    if name not in _PATHS or not isinstance(value, str) or not os.path.exists(path := os.path.expanduser(value)):
+        return value
+    return os.path.realpath(path)

@@ -137,7 +137,7 @@ def plan_by_earlier_runs(plan: TimePlan, run: Run, device: Device) -> TimePlan:
             if path.parent == run.folder or json.loads(path.read_text(encoding="utf-8")).get("outcome") != "finished":
                 continue
             measured = read_measured(path.parent)
-            other = find_device(measured.run.config)
+            other = find_device(measured.run)
             if measured.run.config.is_supervised != run.config.is_supervised or other.name != device.name:
                 continue
             made = compute_factors(measured, device)

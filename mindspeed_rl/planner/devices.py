@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from mindspeed_rl import registry
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.planner.machine_memory import read_machine_memory
-from mindspeed_rl.run.placement import place
+from mindspeed_rl.run import Run
 
 GIB = 1 << 30
 #: fraction of a machine's memory at which Ray begins to end workers
@@ -112,7 +112,7 @@ DEVICES: dict[str, Device] = {
 }
 
 
-def find_device(cfg: RunConfig, name: str | None = None, memory_gib: float | None = None) -> Device:
+def find_device(run: Run, name: str | None = None, memory_gib: float | None = None) -> Device:
     """Return the device of a plan: the named one, else cpu for CPU runs, the run file name's, A3 if it has none.
 
     A worker of a CPU run whose files are here has its share of this machine's memory.
@@ -121,11 +121,12 @@ def find_device(cfg: RunConfig, name: str | None = None, memory_gib: float | Non
         ValueError: the device is not known, none is known for the run's platform, or the memory is not above 0.
     """
     if name is None:
+        cfg = run.config
         if cfg.platform == "cuda":
             raise ValueError(f"platform: the planner has no figures of cuda devices; give --chip {' or '.join(DEVICES)}.")
         name = "cpu" if cfg.platform == "cpu" else _find_named(cfg) or "A3"
         if name == "cpu" and memory_gib is None and cfg.has_files_here:
-            workers = max(1, place(cfg).num_devices)
+            workers = max(1, run.placement.num_devices)
             return replace(DEVICES[name], memory=int(_USABLE * read_machine_memory().total / workers))
     return get_device(name, memory_gib)
 

@@ -73,7 +73,7 @@ class _Prediction:
         """
         if self.missing:
             return {"missing": self.missing}
-        device, medians = find_device(self.run.config), compute_later_medians(history)
+        device, medians = find_device(self.run), compute_later_medians(history)
         try:
             planned = self.run if self.promise is None else self.promise.planned or self.run
             plan = plan_time(planned, device, samples=measure_samples(self.run.config, medians))
@@ -159,7 +159,7 @@ class _Prediction:
         cfg = self.run.config
         tree = build_run_tree(dataclasses.asdict(cfg), cfg.as_written())
         try:
-            changes = find_relieving_changes(tree, self.run, phase, find_device(cfg))
+            changes = find_relieving_changes(tree, self.run, phase, find_device(self.run))
         except ValueError as error:
             return f"What would fit cannot be said: {error}"
         settings = [
@@ -183,7 +183,7 @@ def predict(
     """
     cfg = run.config
     try:
-        device = find_device(cfg)
+        device = find_device(run)
         promise = make_promise(run, device=device, samples=SampleMeans(prompt=mean_prompt), bands=bands)
         memory, time = promise.memory, promise.time
         assumed = (*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, time))

@@ -269,7 +269,7 @@ def make_promise(
         ValueError: the run cannot be planned; the message says why.
     """
     actor = run.config.actor_config
-    device = device or find_device(run.config)
+    device = device or find_device(run)
     memory, (time, planned) = plan_memory(run, device), _plan_seconds(run, device, samples)
     iterations = actor.train_iters if actor.train_epochs is None or run.models else None
     price = actor.device_hour_price if price is None else price

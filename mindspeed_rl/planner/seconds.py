@@ -163,9 +163,9 @@ def plan_time(
 def _list_image_notes(run: RunShape, samples: Samples) -> Iterator[str]:
     if tokens := run.count_image_tokens(run.actor, samples.prompt):
         if run.generate is not None and run.generate.limit_mm_video_per_prompt:
-            yield f"images and videos of {tokens:.0f} tokens in a prompt, all that --mean-prompt leaves"
+            yield f"images and videos of {tokens:.0f} tokens in a prompt, all of the mean prompt"
         else:
-            yield f"images of {tokens:.0f} tokens in a prompt, all that --mean-prompt, max_pixels and their limit leave"
+            yield f"images of {tokens:.0f} tokens in a prompt, all that the mean prompt, max_pixels and their limit leave"
 
 
 def _list_judge_notes(run: RunShape) -> Iterator[str]:

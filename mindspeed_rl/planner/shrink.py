@@ -70,7 +70,7 @@ def find_layout(run: Run, *, num_devices: int, num_nodes: int) -> tuple[_Values,
     Raises:
         ValueError: no layout keeps the rules and fits.
     """
-    device = find_device(run.config)
+    device = find_device(run)
     dedicated = sum(run.placement.dedicated.values())
     for count, nodes in _list_counts(num_devices - dedicated, num_nodes):
         fixed = _choose_engine(run, count)

@@ -35,6 +35,7 @@ def with_absolute_paths(run: Run) -> Run:
             cfg,
             **groups,
             msprobe_config=_move(cfg.msprobe_config, "dump_path"),
+            audit=_move(cfg.audit, "judge_prompt"),
             serve_config=None if cfg.serve_config is None else _move(cfg.serve_config, "folder", "api_keys_file"),
             profiler_config=replace(profiler, integrated=_move(profiler.integrated, "profile_save_path")),
             generate_config=None if cfg.generate_config is None else _move_engine(cfg.generate_config),
@@ -63,8 +64,10 @@ def _move_engine(generate: GenerateConfig) -> GenerateConfig:
 
 def _move_rewards(rl: RLConfig) -> RLConfig:
     mode = rl.integrated_mode_config
+    # another rubric is a column of the rows
+    rubric = ["judge_rubric"] if rl.judge_rubric is not None and rl.judge_rubric.endswith(".json") else []
     return replace(
-        _move(rl, "reward_model", "tool_config_path"),
+        _move(rl, "reward_model", "tool_config_path", "judge_prompt", *rubric),
         integrated_mode_config=None if mode is None else _move(mode, "ref_model_load_path"),
         external_plugins=[_absolute(path) for path in rl.external_plugins],
     )

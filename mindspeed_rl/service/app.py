@@ -14,7 +14,7 @@ from mindspeed_rl.service.backend import CallError
 from mindspeed_rl.service.bodies import JsonObject, read_body, read_json
 from mindspeed_rl.service.doors import ADDRESS_S, BodyReader, Keys, Receive, Scope, Send, decompress
 from mindspeed_rl.service.journal import JournalError
-from mindspeed_rl.service.replies import RefusedError, write_time
+from mindspeed_rl.service.replies import RefusedError, ServerEndsError, write_time
 from mindspeed_rl.service.service import Service
 from mindspeed_rl.service.store import Request
 
@@ -98,22 +98,28 @@ class TinkerApp:
             await send(message)
 
         try:
-            await self._answer(scope, receive, send_noted)
+            await self._answer_until_end(scope, receive, send_noted)
+        except ServerEndsError as error:
+            if not has_begun:  # otherwise uvicorn closes the connection before Content-Length, which the client sees
+                await _send_json(send, error.status, {"detail": str(error)})
         except RefusedError as error:
             await _send_json(send, error.status, {"detail": str(error)})
         except CallError as error:
             await _send_json(send, 400, {"detail": str(error)})
         except JournalError as error:
             await _send_json(send, 503, {"detail": str(error)})
-        except asyncio.CancelledError:  # a wait for a result takes longer than the server has for its end
-            if not has_begun:
-                await _send_json(send, 503, {"detail": "the server ends; send the request again once it is back"})
-            raise
         except Exception as error:
             _LOG.exception("%s %s failed", scope["method"], scope["path"])
             if has_begun:  # the connection ends before Content-Length, from which the client sees that the reply is cut off
                 raise
             await _send_json(send, 500, {"detail": f"{type(error).__name__}: {error}"})
+
+    async def _answer_until_end(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or raise ServerEndsError where that takes longer than the server has for its end."""
+        try:
+            await self._answer(scope, receive, send)
+        except asyncio.CancelledError:  # uvicorn would log a traceback of it per client
+            raise ServerEndsError from None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mindspeed_rl.run.rules.engine_limits import MAX_TEMPERATURE
+from mindspeed_rl.run.rules.engine_limits import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 Array = npt.NDArray[Any]
 
@@ -209,6 +209,11 @@ def check_data(data: Sequence[Datum], loss: LossCall, offered: Capabilities) -> 
             elif not (np.issubdtype(values.dtype, np.number) and np.isfinite(values).all()):
                 raise CallError(f"{where}.loss_fn_inputs.{name} has a value that is not a finite number.")
         _check_token_thresholds(where, datum, loss)
+    given = {name for datum in data for name in datum.inputs}
+    for index, datum in enumerate(data):
+        if absent := sorted(given - datum.inputs.keys()):
+            text = f"'{absent[0]}' is missing, which others of the data have; give it to all or to none"
+            raise CallError(f"data[{index}].loss_fn_inputs: {text}.")
 
 
 def _check_token_thresholds(where: str, datum: Datum, loss: LossCall) -> None:
@@ -325,17 +330,19 @@ class SampleCall:
             )
         if self.num_samples < 1:
             raise CallError(f"num_samples: {self.num_samples} is not positive.")
-        _check_number("sampling_params.temperature", self.temperature)
-        if self.temperature > MAX_TEMPERATURE:
-            raise CallError(f"sampling_params.temperature: {self.temperature:g} is not from 0 to {MAX_TEMPERATURE:g}.")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            allowed = f"0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+            raise CallError(f"sampling_params.temperature: {self.temperature:g} must be {allowed}.")
         if self.top_k < -1:
             raise CallError(f"sampling_params.top_k: {self.top_k} is not -1, 0 (all tokens) or a number of tokens.")
         if not 0 < self.top_p <= 1:
             raise CallError(f"sampling_params.top_p: {self.top_p} is not above 0 and at most 1.")
         count, longest_text = len(self.stop_tokens) + len(self.stop_strings), max(map(len, self.stop_strings), default=0)
         if count > _MAX_STOPS or longest_text > _MAX_STOP_LENGTH:
-            found = f"{count} stops, of up to {longest_text} characters"
-            raise CallError(f"sampling_params.stop has {found}; it has at most {_MAX_STOPS}, of {_MAX_STOP_LENGTH}.")
+            text = f", the longest of {longest_text:,} characters" if self.stop_strings else ""
+            found = f"{count:,} {'stop' if count == 1 else 'stops'}{text}"
+            allowed = f"at most {_MAX_STOPS:,} stops of {_MAX_STOP_LENGTH:,} characters are allowed"
+            raise CallError(f"sampling_params.stop has {found}; {allowed}.")
         if self.stop_tokens:
             _check_ids("sampling_params.stop", np.asarray(self.stop_tokens), offered.vocab_size)
         if "" in self.stop_strings:
@@ -351,11 +358,16 @@ class SampleCall:
                 raise CallError(f"target_prompt_logprobs has shape {targets.shape}; expected ({size - 1}, K), {most}.")
             _check_ids("target_prompt_logprobs", targets[targets != -1], offered.vocab_size)
         # of named tokens the engine returns the whole vocabulary's
+        most_tokens, cost = _MAX_LOG_PROBS // offered.vocab_size, "named tokens cost the whole vocabulary per prompt token"
+        if targets is not None and size > most_tokens:
+            text = f"{cost}: prompts of at most {most_tokens} tokens, and this one has {size}"
+            raise CallError(f"target_prompt_logprobs: {text}.")
         of_prompt = size * (self.top_prompt_log_probs if targets is None else offered.vocab_size)
         sampled = self.num_samples * (longest - size if self.max_tokens is None else self.max_tokens) * self.top_log_probs
         if of_prompt + sampled > _MAX_LOG_PROBS:
             text = f"{of_prompt} log-probs of tokens for the prompt and {sampled} for the samples are above {_MAX_LOG_PROBS}"
-            raise CallError(f"{text}; ask for fewer (target_prompt_logprobs, topk_prompt_logprobs, topk_sample_logprobs).")
+            advice = "topk_prompt_logprobs, topk_sample_logprobs" if targets is None else f"topk_sample_logprobs; {cost}"
+            raise CallError(f"{text}; ask for fewer ({advice}).")
 
 
 #: most probable tokens of a position and their log-probs, most probable first

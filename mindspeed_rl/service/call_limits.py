@@ -1,7 +1,8 @@
-"""How long the ranks of a service may take for a call: a rank that waits for ever in a collective goes on beating."""
+"""How long the ranks of a service may take for a call: a rank that waits for ever in a collective keeps sending heartbeats."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mindspeed_rl.config import Deadlines
@@ -9,7 +10,7 @@ from mindspeed_rl.config import Deadlines
 #: calls that read or write folders: the disk decides, so that only the run's deadline is theirs
 _ON_DISK = frozenset({"save_state", "load_state", "export_adapter", "export_merged", "make_sampler"})
 #: seconds that any call may take
-_SHORTEST_S = 300.0
+_MIN_LIMIT_S = 300.0
 #: a call may take so many times what an earlier one lets expect
 _GROWTH = 5.0
 
@@ -33,11 +34,17 @@ class CallLimits:
         limit_s = self._deadlines.limit("update", self._longest_s)
         if method in self._largest and method not in _ON_DISK and "update" not in self._deadlines.fixed:
             tokens, seconds = self._largest[method]
-            limit_s = min(limit_s, max(_SHORTEST_S, _GROWTH * seconds * max(1.0, num_tokens / tokens)))
+            limit_s = min(limit_s, max(_MIN_LIMIT_S, _GROWTH * seconds * max(1.0, num_tokens / tokens)))
         return replace(self._deadlines, seconds={**self._deadlines.seconds, "update": limit_s})
 
-    def note(self, method: str, num_tokens: int, seconds: float) -> None:
-        """Note what a call has taken."""
+    def note(self, method: str, num_tokens: int, seconds: float, results: Sequence[object] = ()) -> None:
+        """Note the seconds of a call that has done all its work.
+
+        Args:
+            results: results of its parts; with an error among them nothing is noted, since that part has done no work.
+        """
+        if any(isinstance(result, Exception) for result in results):
+            return
         self._longest_s = max(self._longest_s, seconds)
         tokens, longest_s = self._largest.get(method, (0, 0.0))
         if num_tokens > tokens:

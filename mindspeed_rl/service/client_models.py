@@ -514,9 +514,7 @@ def _build_rows(data: Sequence[Datum]) -> tuple[Rows, int]:
     names = {name for datum in data for name in datum.inputs} - {"target_tokens"}
     columns: dict[str, list[Tensor]] = {}
     for name in sorted(names):
-        values = [np.asarray(datum.inputs[name], np.float32) for datum in data if name in datum.inputs]
-        if len(values) < len(data):
-            raise CallError(f"loss_fn_inputs.{name}: some of the data have it and some have not; give it to all.")
+        values = [np.asarray(datum.inputs[name], np.float32) for datum in data]
         columns[name] = [torch.from_numpy(_widen(array, num_targets).copy()) for array in values]
     if num_targets:
         columns["targets"] = [torch.from_numpy(_widen(array, num_targets).copy()) for array in targets]

@@ -64,7 +64,7 @@ def _check_memory(run: Any) -> None:
     """Raise ConfigError where base, engine and the models of clients need more memory than is free on the device."""
     if run.platform == "cuda":  # of whose devices the planner has no figures
         return
-    planned = registry.load("mindspeed_rl.planner.devices:find_device", "serve")(run.config)
+    planned = registry.load("mindspeed_rl.planner.devices:find_device", "serve")(run)
     plan_server = registry.load("mindspeed_rl.planner.server:plan_server", "serve")
     if run.platform == "cpu":  # a device has the memory of its kind; the CPU what this machine has left
         planned = replace(planned, memory=read_machine_memory().available // run.placement.num_devices)

@@ -92,10 +92,13 @@ class TenantGroup:
     # ------------------------------------------------------------------ calls of all ranks
 
     def _call(self, method: str, *arguments: Any, num_tokens: int = 1, **keywords: Any) -> Any:
-        return self._read(method, self._run(_CALL, method, num_tokens, method, arguments, keywords))
+        outcomes, seconds = self._run(_CALL, method, num_tokens, method, arguments, keywords)
+        result = self._read(method, outcomes)
+        self._limits.note(method, num_tokens, seconds, result if isinstance(result, list) else ())
+        return result
 
-    def _run(self, phase: Phase, method: str, num_tokens: int, *arguments: Any) -> list[Any]:
-        """Return the results of all ranks."""
+    def _run(self, phase: Phase, method: str, num_tokens: int, *arguments: Any) -> tuple[list[Any], float]:
+        """Return the results of all ranks, and the seconds that they have taken."""
         start_s = time.monotonic()
         self._group.monitor = WaitMonitor(self._folder, self._limits.find(method, num_tokens), self._tolerance)
         try:
@@ -103,8 +106,7 @@ class TenantGroup:
         except (WorkerError, RayError) as error:
             self._is_broken = True
             raise BrokenBackendError(str(error)) from error
-        self._limits.note(method, num_tokens, time.monotonic() - start_s)
-        return results
+        return results, time.monotonic() - start_s
 
     def _read(self, method: str, outcomes: Sequence[tuple[str, Any]]) -> Any:
         """Return the result of the first rank, or raise what all ranks have raised."""
@@ -211,9 +213,10 @@ class TenantGroup:
 
     def step_sampling(self) -> list[tuple[str, SampleResult | Exception]]:
         """Compute steps of all engines; return the calls that have ended."""
-        results = self._run(_STEP, _STEP.name, 1, _NUM_STEPS)
+        results, seconds = self._run(_STEP, _STEP.name, 1, _NUM_STEPS)
         self._read("step_sampling", [outcome for outcome, _ in results])
         ended = [item for _, own in results for item in own]
+        self._limits.note(_STEP.name, 1, seconds, [result for _, result in ended])
         for name, _ in ended:
             del self._calls[name]
         return ended

@@ -24,6 +24,13 @@ class RefusedError(Exception):
         self.status = status
 
 
+class ServerEndsError(RefusedError):
+    """A request that the end of the server has cut short: its client may send it again once the server is back."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server ends; send the request again once it is back")
+
+
 def write_time(seconds: float) -> str:
     """Write a time since the epoch as ISO 8601 in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + "+00:00"

@@ -325,21 +325,23 @@ def _check_lengths(config: MegatronConfig, key: str, location: str, prefix: Path
         return
     columns = IndexedColumns(prefix, [])
     lengths = np.maximum.reduce([columns.lengths(name) for name in columns.columns if name.endswith("input_ids")])
+    if not len(lengths):
+        return
     num_long = int((lengths > limit).sum())
-    where = f"megatron_training.seq_length={limit}"
+    where, longest = f"megatron_training.seq_length={limit}", int(lengths.max())
+    advice = f"the shortest has {int(lengths.min()):,} tokens, the longest {longest:,}: raise seq_length to {longest}"
     if stage == "sft":
         long = np.flatnonzero(lengths > limit)
         rows = InstructionDataset(prefix, seq_length=limit, pad_id=pad_id)
         some = long[:: max(1, len(long) // _READ_ROWS)]
         emptied = rows.count_cut(some)[1] / max(1, len(some))
-        words = f"{where} cuts off the trained tokens of {{}} rows of {key} ({location}); the longest has {{:,}} tokens"
+        told = f"of {key} ({location}); {advice}"
         if emptied == 1 and num_long == len(lengths) and rows.count_cut(long)[1] == num_long:
-            raise ValueError(words.format(f"all {num_long:,}", int(lengths.max())))
+            raise ValueError(f"{where} cuts off the trained tokens of all {num_long:,} rows {told}")
         if (count := round(emptied * num_long)) > len(lengths) - count:
-            yield words.format(f"about {count:,} of {len(lengths):,}", int(lengths.max()))
+            yield f"{where} cuts off the trained tokens of about {count:,} of {len(lengths):,} rows {told}"
         return
-    advice = f"the shortest has {int(lengths.min()):,} tokens, the longest {int(lengths.max()):,}"
-    if num_long == len(lengths) > 0:
+    if num_long == len(lengths):
         raise ValueError(f"{where} leaves out all {num_long:,} rows of {key} ({location}): {advice}")
     if num_long > len(lengths) - num_long:
         yield f"{num_long:,} of {len(lengths):,} rows of {key} are longer than {where} and are left out: {advice}"

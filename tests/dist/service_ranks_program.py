@@ -17,7 +17,7 @@ import psutil
 from service_program import ADAM, count_joined, draw, run_tree, supervised
 
 from mindspeed_rl.config import build_run_config
-from mindspeed_rl.service.backend import AdapterSpec, BrokenBackendError, CallError, LossCall, SampleCall
+from mindspeed_rl.service.backend import AdapterSpec, BrokenBackendError, CallError, LossCall, PassCall, SampleCall
 from mindspeed_rl.service.local_backend import LocalBackend
 
 SPECS = {"a": AdapterSpec(4, seed=1), "b": AdapterSpec(8, seed=2, train_unembed=False)}
@@ -73,6 +73,28 @@ async def lose_a_rank(backend: LocalBackend) -> str:
     return text if not has_result else "the pass has a result"
 
 
+async def find_changed_limits(backend: LocalBackend) -> list[str]:
+    """Methods whose limits have changed by calls that did no work: refused on all ranks, and refused in a joint pass."""
+    data = [supervised(3, 12)] * 50
+    refused = PassCall("nobody", data, LossCall("cross_entropy"))
+
+    def call(tenants: Any) -> list[str]:
+        before = dict(tenants._limits._largest)
+        (error,) = tenants.run_passes([refused])
+        assert isinstance(error, CallError), error
+        for method, arguments in (("forward_backward", (data, refused.loss)), ("optim_step", (ADAM,))):
+            try:
+                getattr(tenants, method)("nobody", *arguments)
+            except CallError:
+                continue
+            raise AssertionError("it was not refused")
+        after = tenants._limits._largest
+        assert {"run_passes", "optim_step", "step_tenants"} <= before.keys()
+        return [name for name in after if after[name] != before.get(name)]
+
+    return await asyncio.wrap_future(backend.submit(call))
+
+
 async def check(backend: LocalBackend, work: Path, other: Path | None, num_ranks: int) -> dict[str, Any]:
     for name, spec in SPECS.items():
         await backend.create_model(name, spec)
@@ -99,6 +121,8 @@ async def check(backend: LocalBackend, work: Path, other: Path | None, num_ranks
         except CallError as error:
             errors.append(str(error))
     result["errors"] = errors
+    if num_ranks > 1:
+        result["changed_limits"] = await find_changed_limits(backend)
     if other is not None:
         await backend.load_state("other", other / "a", with_optimizer=True)
         result["of_other"] = await train(backend, "other", 5)

@@ -72,4 +72,5 @@ def test_two_devices_have_the_numbers_of_one(folder: Path, one: dict[str, Any], 
             assert np.abs(values - expected[key]).max() < 2e-2 and np.abs(values - expected[key]).mean() < 1e-4, (name, key)
     texts = ("exists already", "exists already", "no saved model")
     assert [text in error for text, error in zip(texts, two["errors"], strict=True)] == [True] * 3
+    assert two["changed_limits"] == []
     assert "service worker" in two["lost"]

@@ -109,7 +109,7 @@ def _examine_run(arguments: argparse.Namespace) -> Report:
     run = draft(cfg, arguments.nodes)
     if violations := validate(run):
         raise ConfigError(map(str, violations))
-    plan = plan_memory(run, find_device(cfg))
+    plan = plan_memory(run, find_device(run))
     assert plan.host is not None
     phases = list(plan.host.phases)
     if cfg.platform == "cpu":  # whose devices are processes in the same memory

@@ -20,6 +20,7 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.expected_curve import EXPECTED
+from mindspeed_rl.observability.process_status import read_statuses
 from mindspeed_rl.observability.run_files import read_run
 from mindspeed_rl.planner.devices import GIB, find_device
 from mindspeed_rl.planner.memory import plan_memory
@@ -99,22 +100,33 @@ def _show(arguments: argparse.Namespace) -> int:
         for window in curve.windows:
             print(f"  {window}: {window.low:.3g} to {window.high:.3g}")
         _print_text(f"source: {curve.source}", "  ")
-    for folder in _list_runs(recipe):
-        print(f"\nLast run, {folder}:")
-        _print_text(_judge(folder), "  ")
+    for title, text in _describe_runs(recipe):
+        print(f"\n{title}:")
+        _print_text(text, "  ")
     print(f"\nTrain:  mindspeed-rl recipe run {recipe.name}            # the CPU twin, in {_TWINS / recipe.name}")
     for machine in recipe.machines[:1]:
         print(f"        mindspeed-rl recipe run {recipe.name} --on {machine}")
     return 0
 
 
-def _list_runs(recipe: Recipe) -> Iterator[Path]:
-    """Yield the folders of runs of the last stage, below the working directory, as its run files name them."""
+def _describe_runs(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield a title and a sentence per run of the last stage, below the working directory, as its run files name them."""
     for machine in recipe.machines:
-        run_dir = load_run_config(str(recipe.list_run_files(machine)[-1])).run_dir
+        path = recipe.list_run_files(machine)[-1]
+        try:
+            run_dir = load_run_config(str(path)).run_dir
+        except (ValueError, OSError) as error:
+            yield _shorten(path), f"cannot be read: {error}"
+            continue
         folder = (_TWINS / recipe.name if machine == CPU else Path()) / (run_dir or "")
-        if run_dir is not None and (folder / "metrics.jsonl").is_file():
-            yield folder
+        if run_dir is None or not (folder / "metrics.jsonl").is_file():
+            continue
+        try:
+            text = _judge(folder)
+        except (ValueError, OSError) as error:
+            text = f"cannot be read: {error}"
+        goes = any(status.state == "works" for status in read_statuses(folder))
+        yield f"Last run, {folder}{', is running now' if goes else ''}", text
 
 
 def _judge(folder: Path) -> str:
@@ -239,7 +251,7 @@ def compute_planned(path: Path) -> dict[str, Any]:
         ValueError: the run file has a mistake, or the run cannot be planned.
     """
     run = draft(load_run_config(str(path)))
-    device = find_device(run.config)
+    device = find_device(run)
     memory, time = plan_memory(run, device), plan_time(run, device)
     peak = memory.fullest.peak
     return {

@@ -222,6 +222,17 @@ def test_originals_are_the_first_of_nearly_equal_texts_and_the_pairs_are_those_o
             assert originals[index] == index
 
 
+def test_signatures_that_are_cut_off_are_an_error(tmp_path: Path) -> None:
+    near = NearDuplicates(tmp_path)
+    for _ in range(3):
+        near.add(text := story(3, 80), hash_words(text))
+    assert near.find_originals().tolist() == [0, 0, 0]
+    os.truncate(tmp_path / "signatures", 2 * 512 + 100)
+    with pytest.raises(OSError, match="ends before signature 2"):
+        near.find_originals()
+    near.close()
+
+
 def test_texts_with_other_numbers_are_no_near_duplicates(tmp_path: Path) -> None:
     near = NearDuplicates(tmp_path)
     texts = [f"{story(3, 80)} {number} times" for number in (4, 5, 4)]

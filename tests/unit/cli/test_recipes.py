@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,30 @@ def test_show_says_whether_the_last_run_is_inside_of_its_band(
     assert main(["recipe", "show", "./mine"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"Last run, run: {sentence}" in shown and f"Last run, runs/recipes/mine/run: {sentence}" in shown
+
+
+def test_show_describes_what_it_can_read_and_says_what_runs_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path / "mine")
+    for folder, text in ((Path("run"), '{"iteration": 1, "x": 0.1}\n'), (Path("runs/recipes/mine/run"), "{\n[]\n")):
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(text)
+    program = "import sys, time; from pathlib import Path; from mindspeed_rl.observability import heartbeat as h; "
+    program += "h.start(Path('run'), 'driver', interval_s=0.1); print(1, flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert main(["recipe", "show", "./mine"]) == 0
+        process.communicate()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Last run, run, is running now: no band is known for it" in shown
+    assert "Last run, runs/recipes/mine/run: cannot be read: " in shown and "metrics.jsonl, line 1" in shown
+    (tmp_path / "mine" / "A2.yaml").write_text("run_dir: [\n")
+    assert main(["recipe", "show", "./mine"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "mine/A2.yaml: cannot be read: " in shown and "Last run, runs/recipes/mine/run: cannot be read: " in shown
 
 
 def test_a_folder_of_the_user_is_a_recipe_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

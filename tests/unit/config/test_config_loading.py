@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import ConfigError, MegatronConfig, RLConfig, build_run_config, load_run_config
-from mindspeed_rl.config.run_files import compose
+from mindspeed_rl.config.run_files import compose, find_project_configs
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import find_changed_keys, find_keys_without_effect
 
@@ -150,6 +150,16 @@ def test_a_run_file_of_the_working_directory_is_named_for_another_suffix(folder:
         load_run_config("run.yml")
     assert "there is no run file run.yml (run files end in .yaml)" in str(raised.value)
     assert f"the nearest one is {folder / 'run.yaml'}" in str(raised.value)
+
+
+def test_run_files_are_listed_with_the_folder_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("")
+    with pytest.raises(ConfigError) as raised:
+        load_run_config("xxyyzz")
+    assert f"there is no run file xxyyzz.yaml in {find_project_configs()}" in str(raised.value)
+    assert "grpo_tiny_cpu" in str(raised.value) and str(raised.value).endswith(f"; {tmp_path} has base")
+    assert " base," not in str(raised.value)
 
 
 def test_a_missing_run_file_names_the_nearest_one(folder: Path) -> None:

@@ -53,7 +53,7 @@ def test_seconds_and_bytes_of_128k_to_1m_tokens_are_finite_and_grow() -> None:
     for length in (1 << 17, 1 << 18, 1 << 19, 1 << 20):
         run = long_run(length)
         assert validate(run) == [] and run.sizes.idle_rollout_replicas == 16
-        device = find_device(run.config)
+        device = find_device(run)
         totals.append(plan_time(run, device).total)
         peaks.append(plan_memory(run, device).without(("generate",)).fullest.peak.total)
         assert not any(word in line for line in make_promise(run, device=device).list_lines() for word in (" inf", "nan"))
@@ -92,6 +92,6 @@ def test_verls_run_of_256k_tokens_on_256_devices_imports_and_is_planned(tmp_path
     assert run.config.actor_config.num_layer_list == "5,6,6,6,6,6,6,6,6,6,6,6,6,6,6,5"
     # 16 samples on 256 / 4 engines, of which 32 share the experts
     assert (run.plan.num_samples, run.sizes.idle_rollout_replicas, run.plan.dp_size) == (16, 48, 1)
-    device = find_device(run.config, "A3")
+    device = find_device(run, "A3")
     memory, time = plan_memory(run, device), plan_time(run, device)
     assert memory.verdict == "fits" and all(math.isfinite(seconds) and seconds > 0 for seconds in time.phases.values())

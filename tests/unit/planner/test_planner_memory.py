@@ -68,7 +68,7 @@ def planned(name: str, **overrides: object) -> MemoryPlan:
     tree = compose(*locate(name, None), [])
     values = {key.replace("__", "."): value for key, value in overrides.items()}
     run = draft(build_run_config(apply_values(tree, values), config_name=name))
-    return plan_memory(run, find_device(run.config))
+    return plan_memory(run, find_device(run))
 
 
 def saved_config(folder: Path, **sizes: int) -> transformers.Qwen2Config:
@@ -104,7 +104,7 @@ def test_a_run_whose_files_are_here_is_planned_for_this_machine(tmp_path: Path, 
     }
 
     def find(name: str = "own") -> tuple[str, int]:
-        device = find_device(choose_platform(build_run_config(tree, config_name=name)))
+        device = find_device(draft(choose_platform(build_run_config(tree, config_name=name))))
         return device.name, device.memory
 
     assert (find()[0], find("sft_A2")[0]) == ("A3", "A2")  # on a machine that has no file of the run

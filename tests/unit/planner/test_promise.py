@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.cli import promise as command
+from mindspeed_rl.cli.bands import find_bands
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.observability.earlier_runs import find_band
@@ -34,7 +35,8 @@ from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import plan_time
 from mindspeed_rl.planner.trial import MachineSpeed, correct_by_speed, measure_machine
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.draft import draft, load_run
+from mindspeed_rl.run.paths import with_absolute_paths
 
 
 def _draft(name: str, **changes: object) -> tuple[Run, Mapping[str, object]]:
@@ -364,7 +366,7 @@ def _write_run(
     (folder / "report.json").write_text(json.dumps({"title": "mine", "outcome": outcome, "config_set": written}))
 
 
-def test_earlier_runs_of_the_same_run_file_make_a_band(tmp_path: Path) -> None:
+def test_earlier_runs_of_the_same_run_file_make_a_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_run(tmp_path / "a", lambda index: index / 100, seed=1)
     _write_run(tmp_path / "b", lambda index: 2 * index / 100, seed=2, run_dir="elsewhere")
     _write_run(tmp_path / "failed", lambda index: 9.0, outcome="failed: x")
@@ -380,15 +382,45 @@ def test_earlier_runs_of_the_same_run_file_make_a_band(tmp_path: Path) -> None:
     assert (first.low, first.high) == (pytest.approx(0.055 - 0.0055), pytest.approx(0.11 + 0.0055))
     assert find_band(tmp_path / "new", "yours", written) is None
     # a run has absolute paths, its run file those that the user wrote
-    _write_run(tmp_path / "plugins" / "a", lambda index: 0.5, length=4, external_plugins=["/a/reward.py"], load="/a/model")
+    # which are compared: a file of the same name elsewhere is another reward
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    paths = [folder / "reward.py" for folder in (tmp_path, elsewhere)]
+    for path in paths:
+        path.touch()
+    _write_run(tmp_path / "plugins" / "a", lambda index: 0.5, length=4, external_plugins=[str(paths[0])], load="/a/model")
     own, others = (
         {**written, "megatron_training": {"lr": 1e-4, "external_plugins": [name], "load": "model"}}
-        for name in ("reward.py", "other.py")
+        for name in ("reward.py", "elsewhere/reward.py")
     )
     short = find_band(tmp_path / "plugins" / "new", "mine", own)
     assert short is not None and [(window.first, window.last) for window in short.windows] == [(1, 4)]
     assert find_band(tmp_path / "plugins" / "new", "mine", others) is None
     assert find_band(tmp_path / "new", "mine", {"megatron_training": {"lr": 2.0}}) is None
+
+
+def test_the_report_of_a_run_has_the_reward_of_its_run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "elsewhere"):
+        folder.mkdir(exist_ok=True)
+        for name in ("prompt.txt", "rubric.json", "reward.py", "tools.yaml"):
+            (folder / name).touch()
+    words = ["rl_config.judge_prompt=prompt.txt", "rl_config.judge_rubric=rubric.json"]
+    words += ["rl_config.external_plugins=[reward.py]"]
+    words += ["rl_config.tool_config_path=tools.yaml", "actor_config.load=nowhere/model", "rl_config.judge_model=Org/Judge"]
+
+    def load(*changes: str, seed: int = 1) -> Run:
+        return load_run("grpo_tiny_cpu", None, [*words, f"run_dir=runs/{seed}", f"megatron_training.seed={seed}", *changes])
+
+    written = with_absolute_paths(load()).config.as_written()
+    _write_run(tmp_path / "runs" / "1", lambda index: 0.5)
+    report = json.dumps({"title": "grpo_tiny_cpu", "outcome": "finished", "config_set": written}, default=str)
+    (tmp_path / "runs" / "1" / "report.json").write_text(report)
+    assert [band.source for band in find_bands(load(seed=2))] == ["earlier runs: 1"]
+    for name in ("judge_prompt=@/prompt.txt", "judge_rubric=@/rubric.json", "external_plugins=[@/reward.py]"):
+        other = name.replace("@", "elsewhere")
+        assert not find_bands(load(f"rl_config.{other}", seed=2)), other
 
 
 def test_the_run_file_of_a_recipe_has_the_recipes_curve(capsys: pytest.CaptureFixture[str]) -> None:

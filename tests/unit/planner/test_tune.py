@@ -87,7 +87,7 @@ def test_a_text_that_a_run_file_would_replace_is_refused() -> None:
 def test_layouts_of_a_run_have_its_devices_and_everything_else_of_it() -> None:
     tree = _compose("ppo_tiny_cpu", "actor_config.clip_grad=0.7")
     run = _draft(tree)
-    layouts = list_layouts(tree, run, find_device(run.config), variations={})
+    layouts = list_layouts(tree, run, find_device(run), variations={})
     assert layouts[0].values == {} and len(layouts) > 2 and len({str(layout) for layout in layouts}) == len(layouts)
     planned = [layout.planned_s for layout in layouts[1:]]
     assert planned == sorted(planned)
@@ -119,7 +119,7 @@ def test_layouts_are_searched_for_both_engines(name: str) -> None:
     if "rl_config" in tree:
         tree["rl_config"]["use_prefix_grouper"] = False
     run = _draft(tree)
-    results = fit_run(tree, run, find_device(run.config))
+    results = fit_run(tree, run, find_device(run))
     assert results and all(_draft(result.tree).config.actor_config.engine == "fsdp" for result in results)
 
 
@@ -127,7 +127,7 @@ def test_all_combinations_of_listed_values_are_layouts_and_one_that_breaks_a_rul
     tree = _compose("grpo_tiny_cpu")
     run = _draft(tree)
     words = ["actor_config.tensor_model_parallel_size=1,2,3", "generate_config.infer_tensor_parallel_size=1,2"]
-    layouts = list_layouts(tree, run, find_device(run.config), variations=parse_variations(words))
+    layouts = list_layouts(tree, run, find_device(run), variations=parse_variations(words))
     # six combinations, of which one is the run file as it is; on two devices one row of 512 samples is too many without TP2
     assert len(layouts) == 6 and layouts[0].values == {} and not any(layout.problem for layout in layouts[:2])
     problems = {str(layout.values.get("actor_config.tensor_model_parallel_size")): layout.problem for layout in layouts[2:]}

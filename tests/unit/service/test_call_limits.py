@@ -6,6 +6,7 @@ import pytest
 
 from mindspeed_rl.config import Deadlines
 from mindspeed_rl.config.keys.deadlines import DEFAULTS
+from mindspeed_rl.service.backend import CallError
 from mindspeed_rl.service.call_limits import CallLimits
 
 
@@ -41,6 +42,15 @@ def test_the_deadline_grows_with_the_longest_call() -> None:
     limits = CallLimits(Deadlines())
     limits.note("run_passes", 1024, 500)
     assert limit(limits, "run_passes", 2048) == limit(limits, "load_state") == 2500
+
+
+def test_a_pass_of_which_a_part_was_refused_sets_no_limit_for_others() -> None:
+    limits = CallLimits(Deadlines())
+    # refused before any work: 10 ms for 100,000 tokens would allow 300 s for the next hour of tokens
+    limits.note("run_passes", 100_000, 0.01, [CallError("model a is unknown."), object()])
+    assert limit(limits, "run_passes", 100_000) == DEFAULTS["update"]
+    limits.note("run_passes", 1024, 200, [object(), object()])
+    assert limit(limits, "run_passes", 1024) == 1000
 
 
 def test_calls_of_the_disk_and_runs_with_a_deadline_of_their_own_keep_it() -> None:

@@ -165,7 +165,7 @@ def test_a_thousand_sessions_open_over_one_connection_and_another_key_still_work
     assert read_pass(result)[0]["loss:sum"] == pytest.approx(np.log(VOCAB))
 
 
-def test_a_wait_for_a_result_is_answered_in_the_form_of_the_api_when_the_server_ends(raw):
+def test_a_wait_for_a_result_is_answered_in_the_form_of_the_api_when_the_server_ends(raw, capfd):
     model = raw.open_model()
     waiting = raw.run_pass(model, 2, [2], [3])[1]  # number 1 does not arrive
     with ThreadPoolExecutor(1) as pool:
@@ -174,6 +174,7 @@ def test_a_wait_for_a_result_is_answered_in_the_form_of_the_api_when_the_server_
         assert raw.end() == 0
         status, body = reply.result()
     assert status == 503 and "the server ends" in body["detail"]
+    assert "Traceback" not in capfd.readouterr().err
     raw.start()
     raw.run_pass(model, 1, [2], [3])
     assert read_pass(raw.fetch(waiting))[0]["loss:sum"] == pytest.approx(np.log(VOCAB))

@@ -71,13 +71,20 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (check("gspo", sequence_ratio_mask=np.zeros(3)), "sequence_ratio_mask marks no token"),
     (check(clip_low_threshold=np.full(3, -0.5)), "clip_low_threshold has a value below 0"),
     (check(clip_low_threshold=np.full(3, 2.0)), "clip_low_threshold is above clip_high_threshold at token 0 (2.0 and 1.2)"),
+    (
+        lambda: check_data([datum(clip_low_threshold=np.ones(3)), datum()], LossCall("ppo"), OFFERED),
+        "data[1].loss_fn_inputs: 'clip_low_threshold' is missing, which others of the data have; give it to all or to none",
+    ),
     (sample(()), "prompt has 0 tokens; it must have 1 to 15"),
     (sample([5] * 16), "prompt has 16 tokens"),
     (sample([5, 200]), "prompt: token id 200"),
     (sample(max_tokens=15), "max_tokens: 15 is not from 0 to 14"),
     (sample(max_tokens=-1), "max_tokens: -1"),
     (sample(num_samples=0), "num_samples: 0 is not positive"),
-    (sample(temperature=-1.0), "temperature: -1.0 is not"),
+    (sample(temperature=-1.0), "temperature: -1 must be 0 (greedy) or from 0.01 to 2"),
+    # which vLLM would raise to 0.01
+    (sample(temperature=0.005), "temperature: 0.005 must be 0 (greedy) or from 0.01 to 2"),
+    (sample(temperature=float("nan")), "temperature: nan must be 0"),
     (sample(top_p=0.0), "top_p: 0.0 is not above 0"),
     (sample(top_k=-2), "top_k: -2"),
     (sample(stop_tokens=(500,)), "sampling_params.stop: token id 500"),
@@ -97,7 +104,10 @@ def test_a_wrong_call_is_refused_with_what_is_wrong(make: Callable[[], object], 
 
 def test_sound_calls_pass_and_have_complete_thresholds() -> None:
     check()()
-    check("gspo", sequence_ratio_mask=np.array([0, 1, 1]))()
+    marked = datum(sequence_ratio_mask=np.array([0, 1, 1]))
+    check_data([marked, marked], LossCall("gspo"), OFFERED)
+    sample(temperature=0.0)()
+    sample(temperature=0.01)()
     sample(max_tokens=14, stop_tokens=(3,), target_log_probs=np.array([[6, -1]]))()
     wide = {"target_tokens": np.ones((3, 2), int), "weights": np.ones((3, 2)), "logprobs": None, "advantages": None}
     check_data([datum(**wide)], LossCall("cross_entropy"), OFFERED)

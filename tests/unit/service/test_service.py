@@ -742,12 +742,20 @@ def test_a_few_targets_too_many_for_all_tokens_of_a_pass_are_refused():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (SampleCall([1, 2], temperature=2.1), "temperature: 2.1 is not from 0 to 2"),
+        (SampleCall([1, 2], temperature=2.1), "temperature: 2.1 must be 0 .greedy. or from 0.01 to 2"),
         (SampleCall([1, 2], target_log_probs=np.full((1, 1 << 18), -1)), "K at most 131072"),
-        (SampleCall([1, 2], stop_tokens=(5,) * 1025), "stop has 1025 stops"),
-        (SampleCall([1, 2], stop_strings=("ab", "a" * 4097)), "2 stops, of up to 4097 characters"),
+        (SampleCall([1, 2], stop_tokens=(5,) * 1025), "1,025 stops; at most 1,024 stops of 4,096 characters are allowed"),
+        (SampleCall([1, 2], stop_strings=("ab", "a" * 4097)), "2 stops, the longest of 4,097 characters; at most"),
+        (SampleCall([1, 2], stop_strings=("a" * 5000,)), "stop has 1 stop, the longest of 5,000 characters; at most 1,024"),
         # 33 x 2**17 of the whole vocabulary are more than 2**22
-        (SampleCall([1] * 33, target_log_probs=np.full((32, 1), -1)), "4325376 log-probs of tokens for the prompt"),
+        (
+            SampleCall([1] * 33, target_log_probs=np.full((32, 1), -1)),
+            "named tokens cost the whole vocabulary per prompt token: prompts of at most 32 tokens, and this one has 33",
+        ),
+        (
+            SampleCall([1] * 32, max_tokens=10, top_log_probs=1, target_log_probs=np.full((31, 1), -1)),
+            "ask for fewer .topk_sample_logprobs; named tokens cost",
+        ),
         (SampleCall([1] * 50, max_tokens=10, num_samples=100, top_log_probs=4300), "and 4300000 for the samples"),
     ],
 )

@@ -20,7 +20,7 @@ from mindspeed_rl.cli.main import main
 from mindspeed_rl.cli.preprocess import main as preprocess
 from mindspeed_rl.config import build_run_config
 from mindspeed_rl.data.forms import FORMS, STAGE_KINDS, find_form
-from mindspeed_rl.data.indexed import IndexedColumns, open_indexed
+from mindspeed_rl.data.indexed import IndexedColumns, IndexedWriter, column_prefix, open_indexed
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.trainers.sft_setup import SupervisedInputs, check_supervised
 
@@ -325,8 +325,12 @@ def test_rows_that_seq_length_leaves_nothing_of_are_refused_before_workers_start
 ) -> None:
     rows = [{"instruction": f"{number} " * 30, **answers} for number in range(4)]
     data = write(tmp_path / "long.jsonl", rows)
-    with pytest.raises(ValueError, match=rf"seq_length=24 ({words}).* all 4 rows of data_path"):
+    text = rf"seq_length=24 ({words}).* all 4 rows of data_path.*raise seq_length to \d+"
+    with pytest.raises(ValueError, match=text) as error:
         check(model, tmp_path, stage, data, seq_length=24)
+    # which keeps all of them
+    check(model, tmp_path, stage, data, seq_length=int(str(error.value).rpartition(" ")[2]))
+    assert not re.search(words, capsys.readouterr().out)
     # three of four: a warning; one of four: nothing
     for count in (3, 1):
         write(data, rows[:count] + [{"instruction": f"{number}", **answers} for number in range(4 - count)])
@@ -334,6 +338,13 @@ def test_rows_that_seq_length_leaves_nothing_of_are_refused_before_workers_start
         shown = capsys.readouterr().out
         assert (re.search(rf"warning: .*{count} of 4 rows.*", shown) is not None) == (count == 3), shown
         assert (re.search(words, shown) is not None) == (count == 3), shown
+
+
+def test_files_without_rows_are_refused_in_a_sentence(model: Path, tmp_path: Path) -> None:
+    for name in ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels"):
+        IndexedWriter(column_prefix(tmp_path / "empty", name)).close()
+    with pytest.raises(ValueError, match="is empty: the dataset holds no tokens"):
+        check(model, tmp_path, "dpo", tmp_path / "empty", seq_length=24)
 
 
 def test_another_content_of_the_same_size_and_time_is_tokenized_anew(model: Path, data: Path, tmp_path: Path) -> None:
