@@ -121,7 +121,7 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
         )
     names = () if run.config.is_supervised else run.rl.adapter_names
     folders = find_adapter_folders(source.weights, record, names, is_resumed=True).values()
-    lost = [str(path) for path in (iteration_folder(folder, iteration) for folder in folders) if not path.is_dir()]
+    lost = [str(path) for path in (folder / f"iter_{iteration:07d}" for folder in folders) if not path.is_dir()]
     if lost:
         raise ValueError(
             f"{group}.load: {lost[0]} is missing, and the run would resume after iteration {iteration} with the adapters "

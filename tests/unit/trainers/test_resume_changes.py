@@ -208,6 +208,10 @@ def test_adapters_of_roles_are_not_taken_for_others(tmp_path: Path, saved: Any, 
     with pytest.raises(ValueError, match=r"changed since that checkpoint: rl_config.role_adapters .* -> .*finetune: true"):
         find_resume_point(run_with(now), source)
     assert find_resume_point(run_with(saved), source).iteration == 4
+    if saved is not None:
+        (tmp_path / "adapters/critic/iter_0000004").rename(tmp_path / "adapters/critic/iter_0000003")
+        with pytest.raises(ValueError, match="adapters/critic/iter_0000004 is missing, .* of rl_config.role_adapters; set"):
+            find_resume_point(run_with(saved), source)
 
 
 def test_only_parts_of_the_shape_follow_the_model_where_they_are_not_set() -> None:
