@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LlamaConfig(vocab_size=67, num_hidden_layers=2, max_position_embeddings=64, rope_parameters=rope, **shape)
     folder = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(config).save_pretrained(folder)
+    # as folders of earlier releases have it, which transformers completes
+    written = json.loads((folder / "config.json").read_text())
+    scaling = written.pop("rope_parameters")
+    written |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    (folder / "config.json").write_text(json.dumps(written))
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -212,6 +213,18 @@ def test_adapters_of_roles_are_not_taken_for_others(tmp_path: Path, saved: Any, 
         (tmp_path / "adapters/critic/iter_0000004").rename(tmp_path / "adapters/critic/iter_0000003")
         with pytest.raises(ValueError, match="adapters/critic/iter_0000004 is missing, .* of rl_config.role_adapters; set"):
             find_resume_point(run_with(saved), source)
+
+
+def test_weights_of_an_adapter_that_a_checkpoint_lacks_are_refused(tmp_path: Path) -> None:
+    plain = points.run("ray_grpo", lora_ckpt_filter=True, finetune=True, **LORA)
+    source = points.checkpoint(tmp_path, 4, {"kl": {}, "rollout": {}}, "ray_grpo")
+    file = tmp_path / "iter_0000004/run_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"adapters": ["solver", "critic"]}))
+    for names, refused in ((["critic", "solver"], False), (["critic", "judge"], True)):
+        rl = dataclasses.replace(plain.rl, role_adapters=dict(zip(["first", "second"], names)))
+        run = dataclasses.replace(plain, config=dataclasses.replace(plain.config, rl_config=rl))
+        with pytest.raises(ValueError, match="not 'judge' of rl_config") if refused else contextlib.nullcontext():
+            assert find_resume_point(run, source).iteration == 0
 
 
 def test_only_parts_of_the_shape_follow_the_model_where_they_are_not_set() -> None:
