@@ -61,6 +61,8 @@ _LORA = (".lora_A.default.weight", ".lora_B.default.weight")
 _OPTIMIZER = ("optimizer.", "chained_")
 #: prefix of the names of the optimizer's states in training checkpoints, before the state and the parameter
 OPTIMIZER_STATE = "optimizer.state."
+#: the same of a moving average of the weights, before the parameter
+_AVERAGE = "average."
 
 _METADATA_CLASSES = {
     "Metadata",
@@ -358,8 +360,8 @@ class DistFolder:
             name
             for name, entry in entries.items()
             if isinstance(entry, dcp.TensorStorageMetadata)
-            # moments have the parameters' names behind these, and would all count as unknown tensors
-            and not name.startswith((*_OPTIMIZER, "rng_state", "rerun_state", "opt_param"))
+            # moments and averages have the parameters' names behind these, and would all count as unknown tensors
+            and not name.startswith((*_OPTIMIZER, "rng_state", "rerun_state", "opt_param", _AVERAGE))
         }
         extra = sorted(model_keys - used)
         if extra and not loosely:

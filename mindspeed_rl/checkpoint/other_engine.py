@@ -14,6 +14,7 @@ from mindspeed_rl.models.plan import ModelSource
 
 #: engine of checkpoints whose record names none
 _FIRST_ENGINE = "megatron"
+_ENGINES = (_FIRST_ENGINE, "fsdp")
 
 
 def read_engine(record: Mapping[str, Any]) -> str:
@@ -35,6 +36,11 @@ def check_engine(config: MegatronConfig, record: Mapping[str, Any], folder: Path
     engine = read_engine(record)
     if engine == config.engine:
         return
+    if engine not in _ENGINES:
+        raise ValueError(
+            f"load: {folder} was saved by engine: {engine}, and this version has {' and '.join(_ENGINES)}; set load to "
+            f"{folder / EXPORTS}/latest, which a run with save_hf: true writes."
+        )
     start = f"load: {folder} was saved by engine: {engine}, and this role has engine: {config.engine}"
     if record["lora"] is not None:
         raise ValueError(
@@ -45,6 +51,11 @@ def check_engine(config: MegatronConfig, record: Mapping[str, Any], folder: Path
         raise ValueError(
             f"{start}; with noop_layers ({record.get('noop_layers') or config.noop_layers}) the layers of a checkpoint have "
             f"other numbers: keep the engine, or set load to {folder / EXPORTS}/latest, which a run with save_hf: true writes."
+        )
+    if config.mtp_num_layers:
+        raise ValueError(
+            f"{start}; it has no multi-token-prediction layers (mtp_num_layers: {config.mtp_num_layers}): set that to 0, or "
+            "load the original model."
         )
 
 

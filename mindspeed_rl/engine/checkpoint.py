@@ -54,6 +54,7 @@ from mindspeed_rl.engine.disks import (
     CheckpointFiles,
     Disks,
     copy_small_files,
+    failing_together,
     find_disks,
     find_missing_files,
     gather_objects,
@@ -62,11 +63,11 @@ from mindspeed_rl.engine.disks import (
     raise_any_failure,
     share_small_files,
 )
-from mindspeed_rl.engine.interface import Engine, StateFiles
+from mindspeed_rl.engine.interface import Engine, SavedState, StateFiles
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import reload_main_weights
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
-from mindspeed_rl.engine.saved_states import AVERAGE, SavedState, ShardedFiller, list_files, open_saved_state
+from mindspeed_rl.engine.saved_states import AVERAGE, ShardedFiller, list_files, open_saved_state
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import Float32Weights
 from mindspeed_rl.files import read_json
@@ -105,15 +106,19 @@ class CheckpointSaver:
 
     best: int | None = None
 
-    def __init__(self, engine: Engine, folder: str | Path, files: StateFiles | None = None) -> None:
+    def __init__(
+        self, engine: Engine, folder: str | Path, files: StateFiles | None = None, *, adapters: Sequence[str] = ()
+    ) -> None:
         """Prepare to save.
 
         Args:
             engine: whose state is saved.
             folder: takes the checkpoints.
             files: form of the state; None for Megatron's.
+            adapters: names of the adapters that are saved into this folder and beside it; the first is the one in this folder.
         """
         self.engine = engine
+        self._adapters = tuple(adapters)
         self._files = build_megatron_files(engine) if files is None else files
         self.folder = Path(folder)
         self._queue = AsyncCallsQueue()
@@ -218,6 +223,7 @@ class CheckpointSaver:
             "world_size": dist.get_world_size(),
             "bf16": config.bf16,
             "lora": None if lora is None else {**lora.record(), "with_base": not adapters_only},
+            "adapters": list(self._adapters),
             "scheduler": None if scheduler is None or config.no_save_optim else scheduler.state_dict(),
             **self._files.describe(),
             "steps_per_iteration": engine.steps_per_iteration,
@@ -552,7 +558,8 @@ def load_checkpoint(
         fetch(lambda: list_files(path))
         has_head, saved_by = engine.plan.model_config.head == "reward" and not fresh_head, read_engine(record)
         try:
-            saved = open_saved_state(saved_by, path, engine.plan, has_score_head=has_head)
+            with failing_together():
+                saved = open_saved_state(saved_by, path, engine.plan, has_score_head=has_head)
             files.adopt(saved, record, with_optimizer=with_optimizer, with_average=with_average)
         except ValueError as error:
             raise ValueError(f"load: {path} does not fit this run (engine: {saved_by} saved it): {error}") from error
@@ -627,15 +634,20 @@ class MegatronFiles:
             ValueError: it lacks a tensor.
         """
         engine = self._engine
-        engine.load(saved.open_weights())
+        with failing_together():
+            engine.load(saved.open_weights())
         if isinstance(engine.stored_weights, Float32Weights):
             engine.stored_weights = Float32Weights(engine.model)
         filler = ShardedFiller(saved, engine.plan)
         sharded = engine.state("all", with_optimizer=with_optimizer, is_loading=True, with_average=with_average)
         if with_average:
-            engine.load_average(filler.fill({name: part for name, part in sharded.items() if name.startswith(AVERAGE)}))
+            with failing_together():
+                average = filler.fill({name: part for name, part in sharded.items() if name.startswith(AVERAGE)})
+            engine.load_average(average)
         if with_optimizer:
-            engine.load_optimizer({"optimizer": filler.fill(sharded["optimizer"])}, record)
+            with failing_together():  # the first data-parallel rank alone may have the parts
+                optimizer = filler.fill(sharded["optimizer"])
+            engine.load_optimizer({"optimizer": optimizer}, record)
         elif engine.optimizer is not None:
             reload_main_weights(engine.optimizer)
 

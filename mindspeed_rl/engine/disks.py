@@ -58,6 +58,21 @@ def raise_any_failure(failure: str | None) -> None:
             raise ValueError(f"rank {rank}: {text}")
 
 
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise the ValueError of a block on every rank, if it has one on any; collective at the end of the block.
+
+    Raises:
+        ValueError: the block failed on some rank.
+    """
+    failure: str | None = None
+    try:
+        yield
+    except ValueError as error:
+        failure = str(error)
+    raise_any_failure(failure)
+
+
 @dataclass(frozen=True)
 class Disks:
     """Disks of the ranks: those on one disk see the same files.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -27,9 +27,6 @@ from mindspeed_rl.engine.weight_average import WeightAverage
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.observability.metrics import Metrics, merge
-
-if TYPE_CHECKING:
-    from mindspeed_rl.engine.saved_states import SavedState
 
 #: input of a loss: `LossInputs`, or a batch type made of them
 _Batch = TypeVar("_Batch")
@@ -217,6 +214,18 @@ class Adapters(Protocol):
         Returns:
             Modules that differ or are missing, and the names of all tensors that the folder has of this rank's adapters.
         """
+        ...
+
+
+class SavedState(Protocol):
+    """The state of a role in a checkpoint by HF names, whichever engine wrote it."""
+
+    def open(self, state: str) -> TensorSource:
+        """Open a state of the weights: them, their average, or a state of the optimizer; `saved_states` has the names."""
+        ...
+
+    def open_weights(self) -> TensorSource:
+        """Open the weights, with a score head of zeros where the model has one and the checkpoint does not."""
         ...
 
 

@@ -28,6 +28,8 @@ from mindspeed_rl.checkpoint.dist import (
 )
 from mindspeed_rl.checkpoint.megatron_source import GroupedTensors
 from mindspeed_rl.engine.fsdp.model import find_places
+from mindspeed_rl.engine.interface import SavedState
+from mindspeed_rl.models.hf_module import TensorPlace
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource, WeightOp, concatenate
 
@@ -56,8 +58,8 @@ class FreshHead:
         return zeros if stop is None else zeros.narrow(dim, start, stop - start)
 
 
-class SavedState(ABC):
-    """The state of a role in a checkpoint."""
+class _OpenedState(ABC):
+    """The state of a role in a checkpoint; see `interface.SavedState`."""
 
     def __init__(self, plan: ModelPlan, *, has_score_head: bool) -> None:
         """Note the model.
@@ -79,14 +81,13 @@ class SavedState(ABC):
         return FreshHead(weights, self._plan.model_config.hidden_size) if self._lacks_head else weights
 
 
-class _MegatronState(SavedState):
+class _MegatronState(_OpenedState):
     """State that Megatron's engine wrote, in any layout."""
 
     def __init__(self, path: Path, plan: ModelPlan, *, has_score_head: bool) -> None:
         super().__init__(plan, has_score_head=has_score_head)
         self._folder, self._architecture = DistFolder(path, verified=True), plan.architecture
-        # the average has names that the table lacks
-        opened = self._folder.open(plan.architecture, self._plan.model_config, loosely=True)
+        opened = self._folder.open(plan.architecture, self._plan.model_config)
         self._model_config, self._weights = opened.model_config, cast(Sequence[DistGroup], opened.groups)
 
     def open(self, state: str) -> TensorSource:
@@ -98,7 +99,7 @@ class _MegatronState(SavedState):
         return GroupedTensors([named.get(group.op.mcore, group) for group in self._weights], state)
 
 
-class _ShardedState(SavedState):
+class _ShardedState(_OpenedState):
     """State that the FSDP engine wrote on any number of ranks."""
 
     def __init__(self, path: Path, plan: ModelPlan, *, has_score_head: bool) -> None:
@@ -115,14 +116,30 @@ class _ShardedState(SavedState):
         Raises:
             ValueError: the checkpoint does not have it.
         """
-        place = self._places.get(name)
-        chunks = [] if place is None else self._chunks.get(f"{state}.{place.parameter}", [])
-        if place is None or not chunks:
-            raise ValueError(f"the checkpoint has no {state} of {name}.")
+        place, chunks = self._find(state, name)
         if place.index is None:
             return _read_rows(chunks, *(rows or (0, _count_rows(chunks))))
         tensor = _read_rows(chunks, place.index, place.index + 1)[0][place.start : place.stop]
         return tensor if rows is None else tensor[slice(*rows)]
+
+    def find_shape(self, state: str, name: str) -> tuple[int, ...]:
+        """Return the shape of an HF tensor, of which nothing is read.
+
+        Raises:
+            ValueError: the checkpoint does not have it.
+        """
+        place, chunks = self._find(state, name)
+        inner = chunks[0].sizes[1:]
+        if place.index is None:
+            return _count_rows(chunks), *inner
+        return len(range(inner[0])[place.start : place.stop]), *inner[1:]
+
+    def _find(self, state: str, name: str) -> tuple[TensorPlace, list[Chunk]]:
+        place = self._places.get(name)
+        chunks = [] if place is None else self._chunks.get(f"{state}.{place.parameter}", [])
+        if place is None or not chunks:
+            raise ValueError(f"the checkpoint has no {state} of {name}.")
+        return place, chunks
 
 
 def _count_rows(chunks: list[Chunk]) -> int:
@@ -153,7 +170,7 @@ class _ShardedTensors:
     state: str
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.saved.read(self.state, name, None).shape)
+        return self.saved.find_shape(self.state, name)
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         if stop is None or dim == 0:
@@ -240,8 +257,9 @@ class ShardedFiller:
     def _read_parameter(self, state: str, op: WeightOp) -> Tensor:
         """Read a full parameter of Megatron's; the rows that pad a vocabulary are 0."""
         if self._last is None or self._last[:2] != (state, op.mcore):
-            source = self._sources.setdefault(state, self._saved.open(state))
-            values = op.read_shard(source, 1, 0)
+            if state not in self._sources:
+                self._sources[state] = self._saved.open(state)
+            values = op.read_shard(self._sources[state], 1, 0)
             if op.splits[0].padded:
                 values[op.splits[0].size :] = 0.0
             self._last = state, op.mcore, values

@@ -7,6 +7,7 @@ micro-batch, because a layer that is recomputed in backward must find them again
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -214,7 +215,7 @@ def build_tower(hf_config: HfConfig) -> nn.Module:
     """Build transformers' vision tower and projector of a model, with random weights; releases 5.10 to 5.19."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    keys: dict[str, Any] = dict(hf_config)
+    keys: dict[str, Any] = copy.deepcopy(dict(hf_config))  # transformers changes parts of it
     config = AutoConfig.for_model(**keys)
     # earlier releases find no class for the config of a single tower
     with torch.device("meta"):

@@ -40,7 +40,7 @@ def read_hf_config(hf_folder: Path, key: str, *, trusts_code: bool = False) -> P
         trusts_code: Python code of the folder may be run, where the installed transformers has no class for the model.
 
     Raises:
-        ValueError: there is no class for the model, or only in code that may not be run.
+        ValueError: there is no class for the model, or only in code that may not be run, such as another repository's.
     """
     try:
         return AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
@@ -59,6 +59,13 @@ def read_hf_config(hf_folder: Path, key: str, *, trusts_code: bool = False) -> P
             ) from error
         if missing := [name for name in ("AutoConfig", "AutoModelForCausalLM") if name not in mapped]:
             raise ValueError(f"{lacks}, and auto_map names no class for {missing[0]}.") from error
+        for name, entry in mapped.items():
+            for path in entry if isinstance(entry, list) else [entry]:
+                if "--" in str(path):  # transformers would download the repository and run it
+                    raise ValueError(
+                        f"{lacks}, and auto_map.{name} names code of another repository ({path}), which is not run; copy that "
+                        f"file into the folder and write {str(path).rpartition('--')[2]}."
+                    ) from error
         return _read_foreign_config(hf_folder, lacks)
 
 

@@ -99,7 +99,8 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             changes[name] = role
             continue
         try:
-            check_source(role, source)
+            # only the actor has prediction layers
+            check_source(role if name == "actor_config" else dataclasses.replace(role, mtp_num_layers=0), source)
             architecture, model_config, _ = read_model(source.hf_folder, role.engine, trusts_code=role.trust_remote_code)
             written = shared | cfg.set_keys.get(name, frozenset())
             role = fill_model_keys(role, model_config, Path(source.hf_folder, "config.json"), written)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.checkpoint import checksums
+from mindspeed_rl.checkpoint.adapter_folders import find_adapter_folders
 from mindspeed_rl.checkpoint.checksums import DamagedCheckpointError
 from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.model_source import weights_kind
@@ -30,7 +31,13 @@ from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.rules.resume_rules import KeyChange, describe_changes, find_changes, list_keys_on_resume
+from mindspeed_rl.run.rules.resume_rules import (
+    ROLE_ADAPTERS,
+    KeyChange,
+    describe_changes,
+    find_changes,
+    list_keys_on_resume,
+)
 
 #: keys that the state of a run must have for a run of this kind (supervised or not) to resume from it
 _STATE_KEYS = {True: ("consumed_samples",), False: ("kl", "rollout")}
@@ -86,6 +93,7 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
     """
     config, group = run.config.actor_config, _actor_group(run)
     if not source.is_resumed(config):
+        _check_adapters_to_start(run, source)
         return ResumePoint(source.weights, 0)
     record = _read_record(source, group)
     iteration = record["iteration"]
@@ -98,19 +106,26 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
             f"{group}.load: {source.weights} was written by {written}, from which a run of stage {run.config.stage} cannot "
             f"resume; {advice}."
         )
-    lost = [str(path) for path in _list_adapter_checkpoints(run, source.weights, iteration) if not path.is_dir()]
-    if lost:
-        raise ValueError(
-            f"{group}.load: {lost[0]} is missing, and the run would resume after iteration {iteration} with the adapters "
-            f"{', '.join(run.rl.adapter_names)} of rl_config.role_adapters; {advice}."
-        )
     state = record["run_state"]
     changes = find_changes(state.get("keys", {}), list_keys_on_resume(run.config))
-    refused = [str(change) for change in changes if change.on_resume == "fixed" and not config.no_load_optim]
+    # without optimizer states too the checkpoint has an adapter of each name
+    refused = [
+        str(change)
+        for change in changes
+        if change.on_resume == "fixed" and (change.name == ROLE_ADAPTERS or not config.no_load_optim)
+    ]
     if refused:
         raise ValueError(
             f"{group}.load: the run would resume after iteration {iteration} of {source.weights}, but its training state does "
             f"not fit: changed since that checkpoint: {', '.join(refused)}; keep the value, or {advice}."
+        )
+    names = () if run.config.is_supervised else run.rl.adapter_names
+    folders = find_adapter_folders(source.weights, record, names, is_resumed=True).values()
+    lost = [str(path) for path in (folder / f"iter_{iteration:07d}" for folder in folders) if not path.is_dir()]
+    if lost:
+        raise ValueError(
+            f"{group}.load: {lost[0]} is missing, and the run would resume after iteration {iteration} with the adapters "
+            f"{', '.join(run.rl.adapter_names)} of rl_config.role_adapters; {advice}."
         )
     has_kl = run.objective is not None and run.objective.needs_ref
     effects: dict[OnResume, bool] = {  # the order of the data is compared when they are read
@@ -125,10 +140,17 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
     return resume
 
 
-def _list_adapter_checkpoints(run: Run, folder: Path, iteration: int) -> list[Path]:
-    """Return the folders of a checkpoint's adapters of other roles than the first one's, which is the checkpoint."""
-    names = () if run.config.is_supervised else run.rl.adapter_names[1:]
-    return [folder / ADAPTERS / name / f"iter_{iteration:07d}" for name in names]
+def _check_adapters_to_start(run: Run, source: ModelSource) -> None:
+    """Check that a checkpoint of which only the weights are taken has the adapters of this run's roles.
+
+    Raises:
+        ValueError: it has several, and not one of these.
+    """
+    names = () if run.config.is_supervised else run.rl.adapter_names
+    if source.kind != "training" or not names:
+        return
+    record = _read_record(source, _actor_group(run))
+    find_adapter_folders(source.weights, record, names, is_resumed=False)
 
 
 def check_remaining_iterations(run: Run, resume: ResumePoint) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mindspeed_rl.adaptors.vllm_stacked_experts import join_experts
 from mindspeed_rl.checkpoint import mcore
+from mindspeed_rl.checkpoint.adapter_folders import find_adapter_folders
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, mtp_keys
 from mindspeed_rl.checkpoint.lora import MergedSource, open_peft
@@ -133,12 +134,14 @@ class Role:
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
         self.offloader = self.engine.offloader
         self.stream: WeightSource = built.build_stream()
-        self._saver = CheckpointSaver(self.engine, config.save, self._files) if config.save else None
-        others = self._adapter_names[1:]
+        names, others = self._adapter_names, self._adapter_names[1:]
+        self._saver = CheckpointSaver(self.engine, config.save, self._files, adapters=names) if config.save else None
         self._adapter_savers: dict[str, CheckpointSaver] = {}
         if config.save:
             folder = Path(config.save, ADAPTERS)
-            self._adapter_savers = {name: CheckpointSaver(self.engine, folder / name, self._files) for name in others}
+            self._adapter_savers = {
+                name: CheckpointSaver(self.engine, folder / name, self._files, adapters=(name,)) for name in others
+            }
 
     def require_adapters(self) -> Adapters:
         """Return the adapters of a role that a rule requires to have some."""
@@ -185,24 +188,25 @@ class Role:
         if source.kind == "training":
             if self._moves_slowly:
                 self.megatron.stored_weights = Float32Weights(self.model)
-            loaded = load_checkpoint(self.engine, source.weights, iteration, self._files)
+            assert iteration is not None  # chosen above
+            folders = self._find_adapters(source.weights, iteration)
+            own = folders[self.turns.names[0]] if self.turns is not None else source.weights
+            loaded = load_checkpoint(self.engine, own, iteration, self._files)
             if steps_per_iteration is not None and not self.config.finetune:
                 self.resumed = loaded
                 self._random = capture_rng_state() if loaded["random_restored"] else None
             if self.turns is not None:
-                self._load_adapters(self.turns, source.weights, loaded["iteration"])
+                for name in self.turns.names[1:]:
+                    self.turns.train(name)
+                    load_checkpoint(self.engine, folders[name], iteration, self._files)
+                self.turns.train(self.turns.names[0])
 
-    def _load_adapters(self, turns: AdapterTurns, folder: Path, iteration: int) -> None:
-        """Restore the adapters of other names than the first; without `finetune` a rule of resumed runs has found all of them.
-
-        With it they start from the only adapter of a checkpoint that has no others.
-        """
-        for name in turns.names[1:]:
-            own = folder / ADAPTERS / name
-            has_own = gather_objects(iteration_folder(own, iteration).is_dir())[0]
-            turns.train(name)
-            load_checkpoint(self.engine, own if has_own else folder, iteration, self._files)
-        turns.train(turns.names[0])
+    def _find_adapters(self, folder: Path, iteration: int) -> dict[str, Path]:
+        """Return the folder of each adapter's checkpoints; empty for a role without several adapters."""
+        if self.turns is None:
+            return {}
+        record = read_json(iteration_folder(folder, iteration) / "run_state.json")
+        return find_adapter_folders(folder, record, self.turns.names, is_resumed=not self.config.finetune)
 
     def restore_random(self) -> None:
         """Restore the random generators of the checkpoint once all that the process has is built: building draws from them."""

@@ -23,15 +23,18 @@ from mindspeed_rl.checkpoint.lora import open_peft
 from mindspeed_rl.config import MegatronConfig, build_run_config
 from mindspeed_rl.diagnostics import engine_parity
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, MegatronFiles, iteration_folder, load_checkpoint
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.engine.fsdp.optimizer import list_states
-from mindspeed_rl.engine.interface import Engine
+from mindspeed_rl.engine.interface import Engine, SavedState
 from mindspeed_rl.engine.lora import adapters_disabled, list_adapters, save_peft
 from mindspeed_rl.engine.lora_layers import AdaptedModule, LoraSettings
 from mindspeed_rl.engine.optimizer import reload_main_weights
 from mindspeed_rl.engine.router_replay import ExpertReplay
+from mindspeed_rl.engine.saved_states import AVERAGE, WEIGHTS, open_saved_state
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.workers.engines import BuiltEngine, PassSettings, build_engine, read_buffers
 
@@ -152,6 +155,34 @@ def refuse(setting: Setting, folder: str) -> str:
         except ValueError as error:
             return str(error)
         return ""
+
+
+class _OneRankLacks:
+    """The state of a checkpoint whose optimizer states the first rank cannot read."""
+
+    def __init__(self, saved: SavedState) -> None:
+        self._saved = saved
+
+    def open(self, state: str) -> TensorSource:
+        if state not in (WEIGHTS, AVERAGE) and dist.get_rank() == 0:
+            raise ValueError(f"the checkpoint has no {state}")
+        return self._saved.open(state)
+
+    def open_weights(self) -> TensorSource:
+        return self._saved.open_weights()
+
+
+def adopt_what_one_rank_lacks(setting: Setting, folder: str, iteration: int) -> str:
+    """What each rank says where the first one cannot read a state of the other engine's checkpoint."""
+    with jobs.engine_of(setting) as engine:
+        path = iteration_folder(folder, iteration)
+        saved = open_saved_state("fsdp", path, engine.plan, has_score_head=False)
+        record = read_json(path / "run_state.json")
+        try:
+            MegatronFiles(engine).adopt(_OneRankLacks(saved), record, with_optimizer=True, with_average=False)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
 
 
 def refuse_megatron(setting: Setting, folder: str) -> str:

@@ -93,6 +93,16 @@ def test_a_checkpoint_that_both_engines_pass_on_has_the_same_bits(
     assert any(name.startswith("optimizer.state.") and value.any() for name, value in expected.items())
 
 
+@pytest.mark.slow
+def test_a_state_that_one_rank_cannot_read_is_an_error_of_all(
+    ranks: Callable[[int], Ranks], folders: Callable[[str], str], tmp_path: Path
+) -> None:
+    setting = Setting(folders("qwen3"), {"use_distributed_optimizer": True})
+    ranks(2).run(fsdp_jobs.save, setting=Setting(folders("qwen3")), folder=str(tmp_path), steps=1, more=0)
+    said = ranks(2).run(fsdp_jobs.adopt_what_one_rank_lacks, setting=setting, folder=str(tmp_path), iteration=1)
+    assert len(said) == 2 and all(text.startswith("rank 0: the checkpoint has no ") for text in said), said
+
+
 _LONGER: list[tuple[str, dict[str, Any], int, int]] = [("qwen3_moe", {}, 1, 2), ("tied", {}, 2, 1), ("deepseek_v3", {}, 1, 3)]
 
 

@@ -37,6 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"engine": "megatron"}, {}, None, "config.json is of ['OwnForCausalLM']"),
         (_TRUSTED, {"auto_map": {"AutoConfig": "own_code.OwnConfig"}}, None, "names no class for AutoModelForCausalLM"),
         (_TRUSTED, {"auto_map": {}}, None, "has no model of type own_decoder, which engine: fsdp computes with"),
+        (
+            _TRUSTED,
+            {"auto_map": {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "owner/repo--own_code.OwnForCausalLM"}},
+            None,
+            "auto_map.AutoModelForCausalLM names code of another repository (owner/repo--own_code.OwnForCausalLM)",
+        ),
         (_TRUSTED, {}, "import nothing_of_this_name", "the code in the folder fails"),
         (_TRUSTED, {}, "raise RuntimeError('no licence')", "fails: RuntimeError: no licence"),
     ],

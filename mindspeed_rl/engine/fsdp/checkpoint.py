@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_rl.checkpoint.dist import METADATA_FILE, DistReader, read_metadata
 from mindspeed_rl.checkpoint.megatron_source import SHARDED_SCORE_HEAD
+from mindspeed_rl.engine.disks import failing_together
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.engine.fsdp.optimizer import init_moments, list_states
-from mindspeed_rl.engine.saved_states import AVERAGE, WEIGHTS, SavedState
+from mindspeed_rl.engine.interface import SavedState
+from mindspeed_rl.engine.saved_states import AVERAGE, WEIGHTS
 
 #: prefix of the names of weights; optimizer states have the name of the moment there
 _WEIGHTS = f"{WEIGHTS}."
@@ -95,7 +97,8 @@ class DcpFiles:
             ValueError: it lacks a tensor.
         """
         engine = self._engine
-        engine.load(saved.open_weights())
+        with failing_together():
+            engine.load(saved.open_weights())
         if with_optimizer:
             assert engine.optimizer is not None
             engine.start_restored(record)
@@ -103,10 +106,12 @@ class DcpFiles:
             for name, parameter in engine.model.list_trained().items():
                 for moment, value in states[parameter].items():
                     rows.setdefault(moment, {})[name] = value.to_local()
-            for moment, values in rows.items():
-                engine.model.load_states(saved.open(moment), values)
+            with failing_together():
+                for moment, values in rows.items():
+                    engine.model.load_states(saved.open(moment), values)
         if engine.average is not None and with_average:
-            engine.model.load_states(saved.open(AVERAGE), engine.average.values)
+            with failing_together():
+                engine.model.load_states(saved.open(AVERAGE), engine.average.values)
 
     def _list_average(self) -> dict[str, DTensor]:
         """Return a copy of the moving average by the names that it has in the files; nothing without one."""

@@ -228,6 +228,11 @@ class ShardedAdapters:
         return wrong, names
 
 
+def get_rows(tensor: Tensor) -> Tensor:
+    """Return this rank's rows, which are the tensor's memory."""
+    return cast(DTensor, tensor.detach()).to_local()
+
+
 def read_rows(parameter: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of a parameter that is sharded by rows, which are its memory, and the index of the first."""
     sharded = cast(DTensor, parameter.detach())

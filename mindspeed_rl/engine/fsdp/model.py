@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -452,7 +453,8 @@ def find_places(plan: ModelPlan) -> dict[str, TensorPlace]:
     Raises:
         ValueError: transformers has no such model, or its weights are not those of the family's table.
     """
-    keys: dict[str, Any] = dict(plan.hf_config)
+    # transformers changes parts of what it is given
+    keys: dict[str, Any] = copy.deepcopy(dict(plan.hf_config))
     with torch.device("meta"):
         model = _build_module(AutoConfig.for_model(**keys), packs=False, sees_images=plan.model_config.vision is not None)
         return _find_places(_HEADS[plan.model_config.head](model, plan, None, False), plan)

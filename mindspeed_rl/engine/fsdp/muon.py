@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine.fsdp.lora import gather_rows, read_rows
+from mindspeed_rl.engine.fsdp.lora import gather_rows, get_rows, read_rows
 from mindspeed_rl.engine.fsdp.model import ShardedModel
 from mindspeed_rl.engine.muon import ENDS, orthogonalize_parts, split_heads
 from mindspeed_rl.models.weights import WeightOp
@@ -66,7 +66,7 @@ class ShardedMuon(torch.optim.AdamW):
         for parameter in (parameter for parameter in self._model.names.values() if parameter in gradients):
             group = groups[parameter]
             updates[parameter] = self._advance(parameter, gradients[parameter])
-            _get_rows(parameter).mul_(1.0 - group["lr"] * group["weight_decay"])
+            get_rows(parameter).mul_(1.0 - group["lr"] * group["weight_decay"])
         for op, heads in self._ops:
             parameters = [self._model.names[self._model.places[name].parameter] for name in op.hf]
             if all(parameter in updates for parameter in parameters):
@@ -78,7 +78,7 @@ class ShardedMuon(torch.optim.AdamW):
         config, state = self._config, self.state[parameter]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter)
-        momentum, rows = _get_rows(state[MOMENTUM]), _get_rows(gradient)
+        momentum, rows = get_rows(state[MOMENTUM]), get_rows(gradient)
         momentum.lerp_(rows, 1.0 - config.muon_momentum)
         if not config.muon_use_nesterov:
             return state[MOMENTUM]
@@ -102,15 +102,10 @@ class ShardedMuon(torch.optim.AdamW):
         if not start <= places[0].index < start + len(rows):
             return
         cells = [(place.index - start, slice(place.start, place.stop)) for place in places if place.index is not None]
-        parts = [_get_rows(updates[parameter])[cell] for parameter, cell in zip(parameters, cells)]
+        parts = [get_rows(updates[parameter])[cell] for parameter, cell in zip(parameters, cells)]
         for (own, _), cell, direction in zip(locals_, cells, self._orthogonalize(op, heads, parts)):
             own[cell].add_(direction, alpha=-rate)
 
     def _orthogonalize(self, op: WeightOp, heads: tuple[int, ...] | None, parts: list[Tensor]) -> list[Tensor]:
         """Return the scaled orthogonal factor for each of the HF tensors that Megatron has in one matrix."""
         return op.packing.unpack(orthogonalize_parts(op.packing.pack(parts), heads, self._config))
-
-
-def _get_rows(tensor: Tensor) -> Tensor:
-    """Return this rank's rows, which are the tensor's memory."""
-    return cast(DTensor, tensor.detach()).to_local()

@@ -11,6 +11,7 @@ slices. The parameters are the same ones on every rank.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -21,14 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.fsdp.lora import get_rows
 from mindspeed_rl.engine.fsdp.model import ShardedModel
 from mindspeed_rl.engine.gradient_sums import copy_rounded
 from mindspeed_rl.engine.offloaded_optimizer import SLICE, OffloadedOptimizer, choose_offloaded
 
 #: moments of AdamW, by their names in torch
 MOMENTS = ("exp_avg", "exp_avg_sq")
-#: factors of a seed: primes, so that steps, parameters and shards do not meet
-_PRIMES = (1_000_003, 8_191, 131, 65_537)
 
 
 class LeanAdamW(torch.optim.AdamW):
@@ -58,7 +58,7 @@ class LeanAdamW(torch.optim.AdamW):
         self._indices: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(trained)}
         #: this rank's rows of the parameters whose moments are off the device
         self._rows = {
-            parameter: _get_rows(parameter) for parameter in choose_offloaded(trained, config.optimizer_offload_fraction)
+            parameter: get_rows(parameter) for parameter in choose_offloaded(trained, config.optimizer_offload_fraction)
         }
         # its own groups, which take the rates of these before each step
         members = [[self._rows[item] for item in group["params"] if item in self._rows] for group in self.param_groups]
@@ -119,12 +119,10 @@ class LeanAdamW(torch.optim.AdamW):
         for name in MOMENTS:
             if name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        moments = [_get_rows(state[name]).view(-1) for name in MOMENTS]
-        weight, slope = _get_rows(parameter).view(-1), _get_rows(gradient).reshape(-1)
-        seed = self._seed
-        for factor, number in zip(_PRIMES, (self.num_steps, self._indices[parameter], self._shard)):
-            seed = seed * factor + number
-        generator = torch.Generator(weight.device).manual_seed(seed % (1 << 63))
+        moments = [get_rows(state[name]).view(-1) for name in MOMENTS]
+        weight, slope = get_rows(parameter).view(-1), get_rows(gradient).reshape(-1)
+        seed = derive_noise_seed(self._seed, self.num_steps, self._indices[parameter], self._shard)
+        generator = torch.Generator(weight.device).manual_seed(seed)
         for start in range(0, weight.numel(), SLICE):
             part = slice(start, start + SLICE)
             exact = [moment[part].float() for moment in moments]
@@ -152,8 +150,8 @@ class LeanAdamW(torch.optim.AdamW):
             return
         for parameter, rows in self._rows.items():
             # the first forward pass gives the rows of some parameters other memory
-            rows.data = _get_rows(parameter)
-            rows.grad = _get_rows(gradients[parameter]).contiguous() if parameter in gradients else None
+            rows.data = get_rows(parameter)
+            rows.grad = get_rows(gradients[parameter]).contiguous() if parameter in gradients else None
         for outer, inner in zip(self.param_groups, self._host.param_groups):
             inner |= {name: value for name, value in outer.items() if name != "params"} | {"step": self.num_steps}
         self._host.step()
@@ -171,6 +169,13 @@ class LeanAdamW(torch.optim.AdamW):
         return DTensor.from_local(rows, mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
 
-def _get_rows(tensor: Tensor) -> Tensor:
-    """Return this rank's rows, which are the tensor's memory."""
-    return cast(DTensor, tensor.detach()).to_local()
+def derive_noise_seed(seed: int, step: int, index: int, shard: int) -> int:
+    """Return the seed of the noise that rounds the moments of a parameter in a step, below 2**63.
+
+    Args:
+        seed: of the run.
+        index: of the parameter.
+        shard: which rows of it; replicas of a shard have the same noise, so that they stay equal.
+    """
+    digest = hashlib.sha256(f"{seed} {step} {index} {shard}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -13,6 +13,15 @@ from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.redaction import hide_in_configuration
 
+#: keys that follow a model's config.json, or the length of the data, where a run does not set them
+_DERIVED = frozenset(
+    "model_type num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels q_lora_rank kv_lora_rank qk_head_dim "
+    "qk_pos_emb_head_dim v_head_dim num_experts n_shared_experts moe_ffn_hidden_size first_k_dense_replace padded_vocab_size "
+    "train_iters pretrained_checkpoint".split()
+)
+#: key whose first adapter has its state in the folder of the run, so that the order of its entries counts
+ROLE_ADAPTERS = "rl_config.role_adapters"
+
 
 @dataclass(frozen=True)
 class KeyChange:
@@ -72,11 +81,16 @@ def find_changes(saved: Mapping[str, object], values: Mapping[str, object]) -> l
     for name in saved.keys() & values.keys():
         group, _, key = name.partition(".")
         on_resume = collect_keys()[f"megatron_training.{key}" if group in ROLE_GROUPS else name].on_resume
-        may_be_derived = on_resume == "fixed" or key in ("train_iters", "pretrained_checkpoint")
-        is_derived = None in (saved[name], values[name]) and may_be_derived and key != "lora_target_modules"
-        if saved[name] != values[name] and on_resume is not None and not is_derived:
+        is_derived = None in (saved[name], values[name]) and key in _DERIVED
+        if _differ(name, saved[name], values[name]) and on_resume is not None and not is_derived:
             changes.append(KeyChange(name, on_resume, json.dumps(saved[name]), json.dumps(values[name])))
     return sorted(changes, key=lambda change: change.name)
+
+
+def _differ(name: str, saved: object, value: object) -> bool:
+    if name == ROLE_ADAPTERS and isinstance(saved, Mapping) and isinstance(value, Mapping):
+        return saved != value or next(iter(saved.values()), None) != next(iter(value.values()), None)
+    return saved != value
 
 
 def describe_changes(changes: list[KeyChange], effects: Mapping[OnResume, bool]) -> list[str]:

@@ -243,6 +243,7 @@ def _opponents(run: Run) -> Iterator[Broken]:
 _ADAPTERS = "rl_config.role_adapters"
 #: names of adapters, which are folders too
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_NO_TURN = "it compares complete groups, and some episodes have no turn of a role"
 
 
 @needs("rl_config", "generate_config")
@@ -253,10 +254,17 @@ def _role_adapters(run: Run) -> Iterator[Broken]:
         return
     assert objective is not None
     key, none = {_ADAPTERS: dict(rl.role_adapters)}, {_ADAPTERS: None}
-    wrong = [value for value in rl.role_adapters.values() if not isinstance(value, str) or not _ADAPTER_NAME.fullmatch(value)]
-    if wrong or not rl.role_adapters:
-        text = f"[{_ADAPTERS}] needs role: adapter for each role, and names of adapters have letters, digits, - and _"
-        yield violate("role_adapters_names", text, none, keys=key)
+    wrong = None if rl.role_adapters else f"[{_ADAPTERS}] needs role: adapter for each role"
+    for role, name in rl.role_adapters.items():
+        if not isinstance(role, str):
+            wrong = f"[{_ADAPTERS}] has the role {role!r}, and a role is a text, such as '{role}'"
+        elif not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
+            wrong = (
+                f"[{_ADAPTERS}] has the name {name!r}; a name begins with a letter or digit, then has letters, digits, - or _, "
+                "at most 64"
+            )
+    if wrong is not None:
+        yield violate("role_adapters_names", wrong, none, keys=key)
     if rl.agent_loop_name != "roles":
         text = f"[{_ADAPTERS}:name] needs multi_turn_enable and [agent_loop:name]: roles, the loop whose turns belong to roles"
         yield violate("role_adapters_loop", text, none, keys=key)
@@ -278,10 +286,10 @@ def _role_adapters(run: Run) -> Iterator[Broken]:
         ("rl_config.distillation.teacher_models", objective.distillation, [], "teachers judge rows of one adapter"),
         ("actor_config.async_save", actor.async_save, False, "adapters take turns while a checkpoint is written"),
         ("actor_config.swap_optimizer", actor.swap_optimizer, False, "the optimizer has the state of one adapter at a time"),
-        ("actor_config.optimizer_offload_fraction", actor.optimizer_offload_fraction, 0.0, "its state is kept apart for each"),
+        ("actor_config.optimizer_offload_fraction", actor.optimizer_offload_fraction, 0.0, "each adapter has its own state"),
         ("actor_config.reuse_fp32_param", actor.reuse_fp32_param, False, "weights and their fp32 copies share storage"),
         ("actor_config.dynamic_context_parallel", actor.has_dynamic_context, False, "the rows of an adapter are parts of rows"),
-        ("rl_config.loss_type", objective.loss.compares_group, None, "it compares complete groups, and a role may not speak"),
+        ("rl_config.loss_type", objective.loss.compares_group, None, _NO_TURN),
     ):
         if holds:
             text = f"[{_ADAPTERS}:name] excludes [{name}]: {reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
+from mindspeed_rl.checkpoint.model_source import find_model
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.adapter_turns import AdapterTurns
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.models.plan import RoleModel, plan_model
 from mindspeed_rl.workers.role_adapters import PLACES, RoleAdapters, divide_rows
+from mindspeed_rl.workers.roles import PassSettings, Role
 
 EACH = MicroBatching(2)
 LORA = {
@@ -110,6 +116,56 @@ def test_checkpoints_of_all_adapters_resume_exactly(make_engine: Callable[..., T
         load_checkpoint(other, tmp_path / name)
     actual = train(other, resumed, 2)
     assert all(equal(actual[name], expected[name]) for name in expected)
+
+
+def role_of(load: Path, tiny: Path, names: tuple[str, ...], **keys: Any) -> Role:
+    config = MegatronConfig(
+        **{**LORA, "bf16": False, "lr": 1e-2, "train_iters": 10, "load": str(load), "pretrained_checkpoint": str(tiny), **keys}
+    )
+    source = find_model(config, "actor_config")
+    model = RoleModel(config, source, plan_model(config, tiny))
+    return Role("actor", model, PassSettings(True, 0, 1.0), steps_per_iteration=1, adapter_names=names)
+
+
+def adapters_of(role: Role) -> dict[str, dict[str, Tensor]]:
+    assert role.turns is not None
+    found = {}
+    for name in role.turns.names:
+        role.turns.use(name)
+        found[name] = adapter_of(role.megatron)
+    return found
+
+
+def test_each_adapter_of_a_checkpoint_is_taken_by_its_name(
+    make_engine: Callable[..., TrainEngine], training_world: None, tmp_path: Path
+) -> None:
+    tiny, save = tmp_path / "tiny", tmp_path / "save"
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=67, num_hidden_layers=2, **shape)).save_pretrained(tiny)
+    role = role_of(tiny, tiny, ("s", "c"), save=str(save))
+    assert role.turns is not None
+    for name, seed in (("s", 1), ("c", 2)):
+        role.turns.train(name)
+        for _ in range(2):
+            role.engine.train_step(rows_of(seed), EACH, negative_log_prob)
+    role.save(2, {})
+    expected = adapters_of(role)
+    assert not equal(expected["s"], expected["c"])
+
+    for names in (("s", "c"), ("c", "s"), ("c",)):
+        started = adapters_of(role_of(save, tiny, names, finetune=True))
+        assert all(equal(started[name], expected[name]) for name in names), names
+    with pytest.raises(ValueError, match="has the adapters s, c, and not 'z' of rl_config.role_adapters"):
+        role_of(save, tiny, ("s", "z"), finetune=True)
+    # the only adapter of a folder is the start of all
+    started = adapters_of(role_of(save / "adapters/c", tiny, ("x", "y"), finetune=True))
+    assert equal(started["x"], expected["c"]) and equal(started["y"], expected["c"])
+
+    shutil.rmtree(save / "adapters/c")
+    for keys in ({}, {"finetune": True}):
+        with pytest.raises(ValueError, match="adapters/c/iter_0000002 has no run_state.json"):
+            role_of(save, tiny, ("s", "c"), **keys)
 
 
 def test_rows_are_divided_by_the_adapter_of_each_sequence() -> None:

@@ -69,7 +69,12 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         "opponents_adapters",
         ["opponents.roles needs generate_config.lora_push: adapter", "server"],
     ),
-    ({R: {**ROLES, "role_adapters": {"first": "a/b"}}, **ADAPTERS}, "role_adapters_names", ["letters, digits, - and _"]),
+    (
+        {R: {**ROLES, "role_adapters": {"first": "_solver", "second": "a"}}, **ADAPTERS},
+        "role_adapters_names",
+        ["role_adapters (", "has the name '_solver'; a name begins with a letter or digit", "at most 64"],
+    ),
+    ({R: {**ROLES, "role_adapters": {1: "solver"}}, **ADAPTERS}, "role_adapters_names", ["the role 1, and a role is a text"]),
     ({R: {**ROLES, "role_adapters": {}}, **ADAPTERS}, "role_adapters_names", ["needs role: adapter for each role"]),
     ({R: OWN, **ADAPTERS}, "role_adapters_loop", ["needs multi_turn_enable and rl_config.agent_loop: roles"]),
     (

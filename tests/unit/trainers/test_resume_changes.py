@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from supervised_samples import answers, instruction_row, write_columns
 
 from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.run.resume import ResumePoint, find_resume_point
-from mindspeed_rl.run.rules.resume_rules import KeyChange, list_keys_on_resume
+from mindspeed_rl.run.rules.resume_rules import KeyChange, find_changes, list_keys_on_resume
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder
 from mindspeed_rl.trainers.rollout import FilteredRollout, GroupFilter, SynchronousRollout
@@ -187,6 +188,56 @@ def test_what_the_training_state_is_of_is_refused_before_workers_start(
     named = rf"{group}.load: .*changed since that checkpoint: .*{group}.{key} .* -> .*finetune: true"
     with pytest.raises(ValueError, match=named):
         point(tmp_path, saved, now, stage)
+
+
+OWN = {"first": "solver", "second": "critic"}
+
+
+@pytest.mark.parametrize(("saved", "now"), [(OWN, None), (None, OWN), (OWN, {"second": "critic", "first": "solver"})])
+@pytest.mark.parametrize("no_load_optim", [False, True])
+def test_adapters_of_roles_are_not_taken_for_others(tmp_path: Path, saved: Any, now: Any, no_load_optim: bool) -> None:
+    # the folder of the run has the first adapter, so the order counts
+    plain = points.run("ray_grpo", lora_ckpt_filter=True, no_load_optim=no_load_optim, **LORA)
+
+    def run_with(adapters: Any) -> Any:
+        rl = dataclasses.replace(plain.rl, role_adapters=adapters)
+        return dataclasses.replace(plain, config=dataclasses.replace(plain.config, rl_config=rl))
+
+    state = {"kl": {}, "rollout": {}, "keys": list_keys_on_resume(run_with(saved).config)}
+    source = points.checkpoint(tmp_path, 4, json.loads(json.dumps(state)), "ray_grpo")
+    (tmp_path / "adapters/critic/iter_0000004").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"changed since that checkpoint: rl_config.role_adapters .* -> .*finetune: true"):
+        find_resume_point(run_with(now), source)
+    assert find_resume_point(run_with(saved), source).iteration == 4
+    if saved is not None:
+        (tmp_path / "adapters/critic/iter_0000004").rename(tmp_path / "adapters/critic/iter_0000003")
+        with pytest.raises(ValueError, match="adapters/critic/iter_0000004 is missing, .* of rl_config.role_adapters; set"):
+            find_resume_point(run_with(saved), source)
+
+
+def test_weights_of_an_adapter_that_a_checkpoint_lacks_are_refused(tmp_path: Path) -> None:
+    plain = points.run("ray_grpo", lora_ckpt_filter=True, finetune=True, **LORA)
+    source = points.checkpoint(tmp_path, 4, {"kl": {}, "rollout": {}}, "ray_grpo")
+    file = tmp_path / "iter_0000004/run_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"adapters": ["solver", "critic"]}))
+    for names, refused in ((["critic", "solver"], False), (["critic", "judge"], True)):
+        rl = dataclasses.replace(plain.rl, role_adapters=dict(zip(["first", "second"], names)))
+        run = dataclasses.replace(plain, config=dataclasses.replace(plain.config, rl_config=rl))
+        with pytest.raises(ValueError, match="not 'judge' of rl_config") if refused else contextlib.nullcontext():
+            assert find_resume_point(run, source).iteration == 0
+
+
+def test_only_parts_of_the_shape_follow_the_model_where_they_are_not_set() -> None:
+    names = [name for name, key in collect_keys().items() if key.on_resume == "fixed" and key.default is None]
+    refused = set()
+    for name in names:
+        for saved, value in ((None, {"a": "b"}), ({"a": "b"}, None)):
+            changed = [change.name for change in find_changes({name: saved}, {name: value})]
+            assert changed in ([], [name])
+            refused |= set(changed)
+    lora = {"megatron_training.lora_target_modules", "rl_config.role_adapters"}
+    assert refused == lora | {"megatron_training.stage", "megatron_training.noop_layers"}
+    assert find_changes({"megatron_training.num_layers": 4}, {"megatron_training.num_layers": 5})
 
 
 def test_no_load_optim_takes_such_weights(tmp_path: Path) -> None:
