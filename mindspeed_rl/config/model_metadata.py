@@ -95,6 +95,18 @@ def describe_inner_adapters(folder: Path) -> str:
     return f"; it has the adapters {', '.join(names)}: name one, such as {folder / names[0]}" if names else ""
 
 
+def find_code_elsewhere(auto_map: object) -> tuple[str, str] | None:
+    """Return the name and the path of a class that `auto_map` takes from another repository; None without one.
+
+    transformers would download that repository and run its code, also for a folder on disk.
+    """
+    for name, entry in auto_map.items() if isinstance(auto_map, dict) else ():
+        for path in entry if isinstance(entry, list) else [entry]:
+            if "--" in str(path):
+                return str(name), str(path)
+    return None
+
+
 def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
     """Return the metadata of the model that the keys of a role name; None where none of its folders has a config.json."""
     for name in (role.load, role.tokenizer_name_or_path, role.pretrained_checkpoint):

@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl.config.model_metadata import find_code_elsewhere
 from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import describe_missing, read_json
 from mindspeed_rl.importing import auto_tokenizer, plain_tokenizer
@@ -76,6 +77,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     local = check_tokenizer_files(path)
     if not local and (name := parse_hub_name(str(path))) is not None:
         path, local = fetch(name, "tokenizer_name_or_path", "tokenizer"), True
+    if local and trust_remote_code:
+        _check_code(Path(path).expanduser())
     is_plain_folder = False
     try:
         is_plain_folder = local and use_fast and not trust_remote_code and _names_plain_class(Path(path).expanduser())
@@ -95,6 +98,20 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _check_code(folder: Path) -> None:
+    """Check that the trusted code of a folder is in it.
+
+    Raises:
+        ValueError: a class comes from another repository.
+    """
+    for file in (folder / "tokenizer_config.json", folder / "config.json"):
+        if file.is_file() and (found := find_code_elsewhere(read_json(file).get("auto_map"))) is not None:
+            raise ValueError(
+                f"tokenizer_name_or_path: {file}: auto_map.{found[0]} names code of another repository ({found[1]}), which is "
+                f"not run; copy that file into the folder and write {found[1].rpartition('--')[2]}."
+            )
 
 
 def _names_plain_class(folder: Path) -> bool:

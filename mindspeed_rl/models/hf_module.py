@@ -21,6 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
+from mindspeed_rl.config.model_metadata import find_code_elsewhere
 from mindspeed_rl.files import read_json
 
 #: mark of transformers' initializer on a parameter that it leaves as it is
@@ -59,13 +60,12 @@ def read_hf_config(hf_folder: Path, key: str, *, trusts_code: bool = False) -> P
             ) from error
         if missing := [name for name in ("AutoConfig", "AutoModelForCausalLM") if name not in mapped]:
             raise ValueError(f"{lacks}, and auto_map names no class for {missing[0]}.") from error
-        for name, entry in mapped.items():
-            for path in entry if isinstance(entry, list) else [entry]:
-                if "--" in str(path):  # transformers would download the repository and run it
-                    raise ValueError(
-                        f"{lacks}, and auto_map.{name} names code of another repository ({path}), which is not run; copy that "
-                        f"file into the folder and write {str(path).rpartition('--')[2]}."
-                    ) from error
+        if (found := find_code_elsewhere(mapped)) is not None:
+            name, path = found
+            raise ValueError(
+                f"{lacks}, and auto_map.{name} names code of another repository ({path}), which is not run; copy that file "
+                f"into the folder and write {path.rpartition('--')[2]}."
+            ) from error
         return _read_foreign_config(hf_folder, lacks)
 
 

@@ -144,12 +144,19 @@ def _check_adapters_to_start(run: Run, source: ModelSource) -> None:
     """Check that a checkpoint of which only the weights are taken has the adapters of this run's roles.
 
     Raises:
-        ValueError: it has several, and not one of these.
+        ValueError: it has several, and not one of these, or the run names none.
     """
     names = () if run.config.is_supervised else run.rl.adapter_names
-    if source.kind != "training" or not names:
+    if source.kind != "training":
         return
-    record = _read_record(source, _actor_group(run))
+    group = _actor_group(run)
+    record = _read_record(source, group)
+    saved = record.get("adapters") or []
+    if not names and len(saved) > 1:
+        raise ValueError(
+            f"{group}.load: {source.weights} has the adapters {', '.join(saved)}, and the run would take only the first; set "
+            f"rl_config.role_adapters, or set load to a PEFT folder in {source.weights / EXPORTS}/latest."
+        )
     find_adapter_folders(source.weights, record, names, is_resumed=False)
 
 

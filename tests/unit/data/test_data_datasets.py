@@ -471,6 +471,17 @@ def test_load_tokenizer_settles_end_and_padding(tmp_path):
         load_tokenizer(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(
+    ("file", "entry"), [("tokenizer_config.json", [None, "owner/repo--file.Fast"]), ("config.json", "owner/repo--file.Class")]
+)
+def test_trusted_code_of_a_tokenizer_is_that_of_its_folder(tmp_path, file, entry):
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / file).write_text(json.dumps({"auto_map": {"AutoTokenizer": entry}}))
+    with pytest.raises(ValueError, match=r"auto_map.AutoTokenizer names code of another repository .*, which is not run"):
+        load_tokenizer(tmp_path, trust_remote_code=True)
+
+
+
 def test_a_folder_is_looked_at_before_anything_is_imported(tmp_path):
     build_tokenizer().save_pretrained(tmp_path / "sound")
     assert check_tokenizer_files(tmp_path / "sound")

@@ -43,6 +43,18 @@ def test_a_checkpoint_is_gone_on_with_unless_only_its_weights_are_asked_for(
         assert str(find_resume_point(run(stage), other)) == f"starts from the weights of {tmp_path}"
 
 
+@pytest.mark.parametrize(("stage", "state"), [("ray_grpo", RL), ("sft", SUPERVISED)])
+def test_one_of_several_adapters_is_not_taken_without_a_word(tmp_path: Path, stage: str, state: dict[str, Any]) -> None:
+    source = checkpoint(tmp_path, 4, state, stage)
+    (record,) = tmp_path.glob("iter_*/run_state.json")
+    for names in ([], ["solver"]):
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"adapters": names}))
+        assert find_resume_point(run(stage, finetune=True), source).iteration == 0
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"adapters": ["solver", "critic"]}))
+    with pytest.raises(ValueError, match="has the adapters solver, critic, and the run would take only the first; set rl"):
+        find_resume_point(run(stage, finetune=True), source)
+
+
 @pytest.mark.parametrize(
     ("stage", "state", "written", "group"),
     [
