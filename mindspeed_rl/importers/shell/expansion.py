@@ -328,11 +328,14 @@ class Expander:
         if index in _ALL:
             if value is None:
                 items = [] if blank_unset else [self.scope.mark(name)]
+                value = "".join(items)
             else:
                 items = list_items(value) if not isinstance(value, dict) else []
                 cut = None if _DEFAULT.match(rest) else _ITEMS.fullmatch(rest)
                 if isinstance(value, list) and None in value and (flag == "!" or cut is not None):
                     return self._expand_sparse(value, cut)
+            if flag and isinstance(value, str) and list_unknown(value):
+                return _Expansion.of_text(value)  # it may have any number of items
             return self._expand_items(items, name, flag, rest, joins=index == "*")
         if isinstance(value, list):
             computed = self.compute(index or "0")

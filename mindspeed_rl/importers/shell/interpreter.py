@@ -444,7 +444,7 @@ class _Interpreter:
             folders.add(self.scope.moved)
             self.scope.moved = folder
         folders |= {folder} if len(bodies) == 1 else set()
-        self.scope.moved = folders.pop() if len(folders) == 1 else self.scope.mark("PWD")
+        self.scope.moved = folders.pop() if len(folders) == 1 else self.scope.mark_folder()
         self.uncertain = outer
         self.doubts -= 1
         if len(bodies) == 1:
@@ -811,13 +811,13 @@ class _Interpreter:
         names = [word for word in call.words if not re.fullmatch(r"-[LPe@n]+|--", word)]
         if call.name == "popd":
             is_known = self.folders and not names
-            self.directory, self.scope.moved = self.folders.pop() if is_known else ("", self.scope.mark("PWD"))
+            self.directory, self.scope.moved = self.folders.pop() if is_known else ("", self.scope.mark_folder())
             return _Kind.PROGRAM
         if call.name == "pushd":
             self.folders.append(here)
         name = names[0] if names else self.scope.read("HOME") if call.name == "cd" else "-"
         if name == "-" or (call.name == "pushd" and re.fullmatch(r"[-+]\d+", name)):
-            self.scope.moved = self.scope.mark("PWD")
+            self.scope.moved = self.scope.mark_folder()
             self.is_lost = True
         elif unknown := list_unknown(name):
             self.scope.moved = make_mark(*unknown[0])

@@ -86,6 +86,11 @@ class Scope:
         """Return what stands for a value that is not in the script."""
         return make_mark(name, self.line)
 
+    def mark_folder(self) -> str:
+        """Return what stands for the folder that this line changes to, unless the user has said it."""
+        name = f"PWD_{self.line}"
+        return self.known.get(name, self.mark(name))
+
     def mark_output(self) -> str:
         """Return what stands for the output of a program of this line."""
         return self.mark(f"line_{self.line}")

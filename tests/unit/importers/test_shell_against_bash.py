@@ -158,6 +158,9 @@ ASKED = [
     'cd "$UNKNOWN"; train $PWD',
     "readarray -d , -t A <<< a,b,c; train ${A[@]}",
     "mapfile -t -n 2 A <<< a; train ${A[@]}",
+    "mapfile -t -O 1 A <<< a; train ${!A[@]}",
+    "mapfile -t A < absent; train ${#A[@]}",
+    "cd /tmp; cd -; train $PWD",
     "read -d , X <<< a,b; train $X",
     "read -n 1 X <<< abc; train $X",
     "read X <<< 'a\\b'; train $X",
@@ -210,6 +213,14 @@ def test_commands_are_those_that_bash_runs(script: str, programs: Path, tmp_path
 def test_what_a_machine_decides_is_asked_for(script: str, tmp_path: Path) -> None:
     (command,) = [item for item in read_script(script, {}, tmp_path) if "train" in item.words]
     assert list_unknown(command.words[-1])
+
+
+def test_a_folder_that_only_the_machine_knows_is_said_by_its_line() -> None:
+    (command,) = [item for item in read_script("[ -d a ] &&\ncd /a\ntrain $PWD", {"PWD": "/b"}) if "train" in item.words]
+    ((name, _),) = list_unknown(command.words[-1])
+    known = {"PWD": "/b", name: "/a"}
+    (command,) = [item for item in read_script("[ -d a ] &&\ncd /a\ntrain $PWD", known) if "train" in item.words]
+    assert command.words == ("train", "/a")
 
 
 def test_what_is_not_followed_is_an_error() -> None:
