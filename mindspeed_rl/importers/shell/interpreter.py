@@ -126,11 +126,11 @@ def read_script(text: str, known: Mapping[str, str] | None = None, folder: Path 
 
 
 def _leave_first_runs(commands: list[Command]) -> list[Command]:
-    """Return the commands without those that a further run of a loop has at the same line."""
+    """Return the commands without those that a further run of a loop has at the same place."""
     kept: list[Command] = []
     looped: set[tuple[int, ...]] = set()
     for command in commands:
-        place = (command.line, *command.inner)
+        place = (command.line, *command.inner, *command.places)
         if command.loop and place in looped:
             continue
         looped |= {place} if command.loop else set()
@@ -187,6 +187,7 @@ class _Interpreter:
         hidden: for each function that runs, the values of the names that it has declared.
         outer_folders: folders of the scripts around this one, from which its relative paths may start too.
         folders: those that `popd` goes back to, with their PWD.
+        place: of the command that runs, in its text.
         is_lost: which folder the script has changed to only the machine knows.
         code: how the last command that failed has ended.
         substituted: how the last command whose output is taken has ended.
@@ -215,6 +216,7 @@ class _Interpreter:
     outer_folders: tuple[Path, ...] = ()
     folders: list[tuple[str, str | None]] = field(default_factory=list)
     is_lost: bool = False
+    place: int = 0
     code: str = "1"
     substituted: bool | None = True
     piped: str | None = None
@@ -238,7 +240,7 @@ class _Interpreter:
                 self._run_uncertain([[replace(node, link=";")]], f"line {node.line}")
                 self.scope.variables["?"] = self.scope.mark_output()
                 continue
-            self.scope.line = node.line
+            self.scope.line, self.place = node.line, node.place
             is_piped = node.link == "|"
             pipes = index + 1 < len(nodes) and nodes[index + 1].link == "|"
             start = start if is_piped else len(self.commands)
@@ -530,7 +532,7 @@ class _Interpreter:
                 scope.variables[name] = value
 
     def _run_program(self, call: _Call, *, is_shallow: bool) -> bool | None:
-        expanded = [call.name, *call.words]
+        expanded, place = [call.name, *call.words], self.place
         front = {**call.assignments, **read_variables(expanded)}
         if is_shallow and (inner := find_inner(expanded, call.stdin, self._read_file)) is not None:
             status: bool | None = self._run_inner(inner, front)
@@ -548,6 +550,7 @@ class _Interpreter:
         self.commands.append(
             Command(
                 tuple(expanded), environment, call.line, self.uncertain, self.folder, self.directory, call.stdin, self.loop,
+                places=(place,),
                 changed={name: (line, self.files.get(name)) for name, line in self.changed.items()},
             )  # fmt: skip
         )
@@ -647,6 +650,7 @@ class _Interpreter:
             front: variables in front of the command.
         """
         self.inner_runs[0] += 1
+        place = self.place
         if self.inner_runs[0] > _MAX_ITEMS:
             raise ConfigError([f"line {self.scope.line}: the script runs more than {_MAX_ITEMS} others"])
         here, scope = script.is_here, self.scope
@@ -666,7 +670,10 @@ class _Interpreter:
             inner.scope.variables["0"] = zero
         inner.run(parse(script.text))
         # lines of its own text say nothing in this script
-        self.commands += [replace(command, line=scope.line, inner=(command.line, *command.inner)) for command in inner.commands]
+        self.commands += [
+            replace(command, line=scope.line, inner=(command.line, *command.inner), places=(place, *command.places))
+            for command in inner.commands
+        ]
         return True
 
     @contextmanager

@@ -23,6 +23,7 @@ class Node:
         parts: lists of nodes: for "if" conditions and bodies in turn, the last without a condition is else.
         patterns: patterns of "case", one list of patterns a body.
         redirections: of a construct, behind it; those of a command are among its words.
+        place: index of its first word or operator, which tells commands of a line apart.
         is_apart: it runs in the background, in a shell of its own.
         ends: of "case", what follows each body: ";;", ";&" or ";;&"; of "while" and "until" the word itself.
     """
@@ -36,6 +37,7 @@ class Node:
     ends: tuple[str, ...] = ()
     redirections: tuple[str, ...] = ()
     is_apart: bool = False
+    place: int = 0
 
 
 def parse(text: str) -> list[Node]:
@@ -76,7 +78,8 @@ class _Parser:
                     _put_apart(nodes)
                 link = token.text if token.text in ("&&", "||", "|") else link if token.text == "\n" and link != ";" else ";"
                 continue
-            node = self._parse_command(link)
+            start = self.place
+            node = replace(self._parse_command(link), place=start)
             if node.kind != "simple":
                 node = replace(node, redirections=tuple(self._take_redirections()))
             nodes.append(node)

@@ -245,6 +245,13 @@ def test_a_file_of_options_that_the_script_changes_is_never_read_as_it_was(line:
         import_command(PROJECTS["trl"], f"{line}\ntrl sft --config given.yaml --dataset_name d", settings)
 
 
+def test_the_first_run_of_a_loop_has_all_commands_of_a_line() -> None:
+    functions = "f() { train a $1; train b $1; }; for i in 1 2; do f $i; done; train c"
+    for script in ("for i in 1 2; do echo $i; train a $i; train b $i; done; train c", functions):
+        commands = [command.words for command in read_script(script) if command.words[0] == "train"]
+        assert commands == [("train", "a", "1"), ("train", "b", "1"), ("train", "c")]
+
+
 @pytest.mark.parametrize("options", ["--config_path own --config_name mine", "--config_name=mine.yaml --config_path=own"])
 def test_a_file_that_a_program_finds_by_two_options_is_compared_too(options: str, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
