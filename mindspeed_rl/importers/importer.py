@@ -14,7 +14,7 @@ from mindspeed_rl.importers.options import UNSET, Option, SourceCommand, SourceP
 from mindspeed_rl.importers.python_source import is_program
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import, ImportSettings
-from mindspeed_rl.importers.shell import is_switched_on, list_unknown, read_script, request_variables
+from mindspeed_rl.importers.shell import Command, is_switched_on, list_unknown, read_script, request_variables
 from mindspeed_rl.importers.source_files import add_runtime_environment, list_absent_scripts, list_changed_files
 from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, find_differences, plan_run
 from mindspeed_rl.importers.writer import write_recipe
@@ -77,8 +77,9 @@ def _import_command(project: SourceProject, text: str, settings: ImportSettings)
         command = project.read(commands, settings.devices)
     except ConfigError as error:
         raise ConfigError([*error.errors, *map(str, absent)]) from None
-    if changed := [sentence for item in commands for sentence in list_changed_files(item)]:
-        raise ConfigError(changed)
+    for item in commands:
+        if (changed := list_changed_files(item)) and _trains(project, item, settings.devices):
+            raise ConfigError(changed)
     if parts := [script for script in absent if script.is_part]:
         raise ConfigError(map(str, parts))
     run, recipe = translate(project, command, settings)
@@ -87,6 +88,15 @@ def _import_command(project: SourceProject, text: str, settings: ImportSettings)
     if recipe is not None:
         _ask_planner(run, _compare_plans(run, recipe))
     return run
+
+
+def _trains(project: SourceProject, command: Command, devices: int | None) -> bool:
+    """Return whether the project reads a command alone; those before the training are programs of other kinds."""
+    try:
+        project.read([replace(command, changed={})], devices)
+    except ConfigError:
+        return False
+    return True
 
 
 def translate(project: SourceProject, command: SourceCommand, settings: ImportSettings) -> tuple[Import, Recipe | None]:

@@ -103,7 +103,8 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         world = devices or _count_processes(command, words[:place], options)
         is_mca = uses_mca(options, command.environment)
         table = TABLES[program] | (TABLE_OF_MCA if is_mca else {})
-        return _Command(program, options, command.environment, world, table, source=command, is_mca=is_mca)
+        return _Command(program, options, command.environment, world, table, loop=command.loop, source=command,
+                        is_mca=is_mca)  # fmt: skip
     raise ConfigError(["there is no command of LLaMA-Factory, such as llamafactory-cli train FILE, or a file of its options"])
 
 

@@ -46,7 +46,7 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, read_flags
-from mindspeed_rl.importers.source_files import find_file
+from mindspeed_rl.importers.source_files import find_file, refuse_changed
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import choose_training, read_options
 from mindspeed_rl.importers.writer import note_prediction
@@ -102,7 +102,10 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         name = flags.get("config_name", flags.get("cn", ["ppo_trainer_llama32_1b"]))[0]
         folder = Path((flags.get("config_dir") or flags.get("cd") or ["configs/rlxf"])[0])
         values = {key.lstrip("+"): read_scalar(value) for key, _, value in (word.partition("=") for word in overrides)}
-        return _read_run_file(folder / f"{name.removesuffix('.yaml')}.yaml", values, devices)
+        path = folder / f"{name.removesuffix('.yaml')}.yaml"
+        if path.is_file():
+            refuse_changed(command, path, str(path))
+        return _read_run_file(path, values, devices)
     launcher, _ = read_flags(words[:place])
     if program == mindspeed_fsdp2.PROGRAM:
         return mindspeed_fsdp2.read_fsdp2(command, list(words[place + 1 :]), _count_processes(launcher), devices)

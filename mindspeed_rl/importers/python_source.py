@@ -99,9 +99,10 @@ class Names:
             pairs = [(target, node.value) for target in node.targets]
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             pairs = [(node.target, node.value)]
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            read = ast.Name(node.target.id, ast.Load(), lineno=node.lineno, col_offset=0)
-            pairs = [(node.target, ast.BinOp(read, node.op, node.value, lineno=node.lineno, col_offset=0))]
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, (ast.Name, ast.Attribute)):
+            pairs = [(node.target, ast.BinOp(node.target, node.op, node.value, lineno=node.lineno, col_offset=0))]
+        elif isinstance(node, ast.AugAssign):
+            pairs = [(node.target, None)]
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             pairs = [(node.target, None)]
         elif isinstance(node, (ast.With, ast.AsyncWith)):

@@ -25,7 +25,14 @@ from mindspeed_rl.importers.roll_objective import describe_objective, read_rate
 from mindspeed_rl.importers.roll_options import INFER, SFT, TABLES, TRAIN, find_records
 from mindspeed_rl.importers.roll_rows import describe_rows
 from mindspeed_rl.importers.shell import Command, make_mark
-from mindspeed_rl.importers.source_files import find_file, flatten_options, list_folders, load_yaml, require_file
+from mindspeed_rl.importers.source_files import (
+    find_file,
+    flatten_options,
+    list_folders,
+    load_yaml,
+    refuse_changed,
+    require_file,
+)
 from mindspeed_rl.importers.training_engine import keep_fsdp
 from mindspeed_rl.importers.translators import require_one
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, has_experts, list_expert_defaults
@@ -72,7 +79,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         command, path, program = commands[0], require_file(commands[0], "ROLL", commands[0].words[0]), ""
     else:
         command, path, program = _find_file(commands)
-    tree = _load(path)
+    tree = _load(command, path)
     kind = _find_kind(tree, path, program)
     options = flatten_options(_resolve(tree, path, command))
     if program == _DISTILLS or "student_train" in tree:
@@ -145,7 +152,7 @@ def _find_file(commands: list[Command]) -> tuple[Command, Path, str]:
     return command, path or require_file(command, "--config_name", candidates[0]), program
 
 
-def _load(path: Path) -> dict[str, object]:
+def _load(command: Command, path: Path) -> dict[str, object]:
     """Return a file over the entries of its defaults list.
 
     Raises:
@@ -163,6 +170,7 @@ def _load(path: Path) -> dict[str, object]:
         )
         if found is None:
             raise ConfigError([f"{path}: its defaults list names {entry}, and {name}.yaml is not here"])
+        refuse_changed(command, found)
         tree = {**load_yaml(found), **tree}
     return tree
 

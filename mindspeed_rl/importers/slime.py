@@ -58,6 +58,14 @@ _SCRIPTS = ("train.py", "train_async.py")
 _LR = 1e-6
 #: rm_type -> reward function here
 _REWARDS = {name: f"slime_{name}" for name in ("deepscaler", "math", "dapo", "f1", "boxed_f1")}
+#: reward function here -> what it says
+_RULES = {
+    "slime_deepscaler": "mathruler's rules for the last box after </think>",
+    "slime_math": "mathruler's rules for the last box",
+    "slime_dapo": "Minerva's rules, 1 or -1",
+    "slime_f1": "the F1 score of the words",
+    "slime_boxed_f1": "the F1 score of the words of the last box",
+}
 #: function that chooses groups -> it keeps those whose rewards vary
 _FILTERS = (
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
@@ -671,9 +679,7 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
             **notes,
             "distillation.enabled": "the teacher's KL is in the advantage of each token",
             "adv_epsilon": "slime adds it to the standard deviation",
-            "reward_funcs": "mathruler's rules for the last box"
-            if rewards.functions == ["math_17k_acc"]
-            else "Minerva's rules, 1 or -1",
+            "reward_funcs": _RULES.get(rewards.functions[0] or "", "a function of your own"),
         },
         defaults=(*shared.defaults, (f"{ACTOR}.dataset_additional_keys", ["labels"], "the label of a prompt")),
     )

@@ -45,10 +45,17 @@ def list_folders(command: Command) -> Iterator[Path]:
 
 
 def find_file(command: Command, name: str) -> Path | None:
-    """Return the file of a command's path; None where it is not on this machine."""
+    """Return the file of a command's path; None where it is not on this machine.
+
+    Raises:
+        ConfigError: it is a file of options, and the script changes it before the command.
+    """
     path = Path(name).expanduser()
     found = (folder / path for folder in list_folders(command))
-    return next((candidate for candidate in found if candidate.is_file()), None)
+    file = next((candidate for candidate in found if candidate.is_file()), None)
+    if file is not None:
+        refuse_changed(command, file, name)
+    return file
 
 
 def require_file(command: Command, option: str, name: str) -> Path:
@@ -66,22 +73,48 @@ def require_file(command: Command, option: str, name: str) -> Path:
     return path
 
 
+def refuse_changed(command: Command, path: Path, name: str = "") -> None:
+    """Refuse a file of options that a script changes before the command that reads it.
+
+    Args:
+        path: of the file.
+        name: that the command has for it.
+
+    Raises:
+        ConfigError: the file is another one when the command reads it.
+    """
+    if path.suffix not in _OF_OPTIONS or not command.changed:
+        return
+    own = os.path.normpath(os.path.join(command.directory, name)) if name else ""
+    start = f"{command.environment.get('PWD', '')}/"
+    apart = replace(command, directory="")
+    for changed, (line, text) in command.changed.items():
+        if Path(changed).name != path.name:
+            continue
+        places = [folder / changed for folder in list_folders(apart)]
+        if changed not in (own, own.removeprefix(start)) and not any(
+            place.is_file() and place.resolve() == path.resolve() for place in places
+        ):
+            continue
+        content = path.read_text(encoding="utf-8", errors="replace")
+        if text is not None and text.strip() == content.strip():
+            continue
+        if path.suffix != ".json" or content.lstrip()[:1] == "{" and "\n{" not in content:  # others have rows
+            raise ConfigError([f"line {line} changes {name or changed} before the command reads it: write the file as it is "
+                               "then, and import the script without that line"])  # fmt: skip
+
+
 def list_changed_files(command: Command) -> list[str]:
     """Return what to say of each file of options that a program of Python names and that its script changes before it."""
     if not any(Path(word).name.startswith(_PROGRAMS) for word in command.words):
         return []
-    values = [word.partition("=")[2] or word for word in command.words]
-    options = dict(zip(command.words, command.words[1:])) | dict(word.split("=", 1) for word in command.words if "=" in word)
-    folder, name = (options.get(option, "") for option in ("--config-path", "--config-name"))
-    values += [f"{folder}/{name}", f"{folder}/{name}.yaml"] if name else []
     found = []
-    for value in dict.fromkeys(map(os.path.normpath, values)):
-        if value not in command.changed or not value.endswith(_OF_OPTIONS) or (path := find_file(command, value)) is None:
-            continue
-        line, text = command.changed[value]
-        if text is None or text.strip() != path.read_text(encoding="utf-8", errors="replace").strip():
-            found.append(f"line {line} changes {value} before the command reads it: write the file as it is then, and import "
-                         "the script without that line")  # fmt: skip
+    for value in dict.fromkeys(word.partition("=")[2] or word for word in command.words):
+        if value.endswith(_OF_OPTIONS) and not list_unknown(value):
+            try:
+                find_file(command, value)
+            except ConfigError as error:
+                found += error.errors
     return found
 
 

@@ -131,7 +131,8 @@ def choose_training(found: list[tuple[Command, int]], absent: str) -> tuple[Comm
         raise ConfigError([absent])
     if len(found) > 1 or found[0][0].uncertain:
         lines = ", ".join(str(command.line) for command, _ in found)
-        raise ConfigError([f"lines {lines}: the machine decides which training runs; keep one"])
+        conditions = _name_conditions([command for command, _ in found])
+        raise ConfigError([f"lines {lines}: the machine decides which training runs{conditions}; keep one"])
     return found[0]
 
 
@@ -144,7 +145,14 @@ def require_one(trainings: Sequence[Command]) -> None:
     different = {(item.words, tuple(sorted(_list_settings(item).items()))) for item in trainings}
     if len(different) > 1 or any(item.uncertain for item in trainings[:1]):
         lines = ", ".join(dict.fromkeys(str(item.line) for item in trainings))
-        raise ConfigError([f"the script has several trainings, or one that may not run (lines {lines}); import one of them"])
+        which = f"the script has several trainings, or one that may not run (lines {lines}{_name_conditions(trainings)})"
+        raise ConfigError([f"{which}; import one of them"])
+
+
+def _name_conditions(trainings: Sequence[Command]) -> str:
+    """Return what decides whether trainings run, with the option that gives its value."""
+    conditions = dict.fromkeys(item.uncertain for item in trainings if item.uncertain)
+    return "".join(f"; {condition} decides" for condition in conditions)
 
 
 def _list_settings(command: Command) -> dict[str, str]:

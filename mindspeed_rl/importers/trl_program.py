@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import read_scalar
@@ -29,6 +30,10 @@ _SHOWING = frozenset(
     "TensorBoardCallback WandbCallback SwanLabCallback MLflowCallback CometCallback ClearMLCallback NeptuneCallback "
     "TrackioCallback DefaultFlowCallback".split()
 )
+#: packages that have them
+_OF_CALLBACKS = frozenset("transformers trl swanlab wandb weave mlflow comet_ml clearml neptune trackio".split())
+#: functions that leave a list as it is
+_READING = ("print", "len", "list", "tuple", *TRAINERS)
 #: argument of LoraConfig -> option
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
          "use_rslora": "use_rslora", "use_dora": "use_dora", "modules_to_save": "lora_modules_to_save"}  # fmt: skip
@@ -162,9 +167,8 @@ class _Reader:
                 continue  # of load_in_4bit and load_in_8bit, which are options
             elif name not in _HARMLESS and not (isinstance(value, ast.Constant) and value.value is None):
                 program.unread.append(f"{self._at(value)}: {name} of the trainer is code that no run file has")
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call) and name_call(node) == "add_callback" and node.args:
-                self._read_callbacks(program, node.args[0], node.lineno)
+        for node in self._list_added(arguments.get("callbacks")):
+            self._read_callbacks(program, node, node.lineno)
         for name in ("model_name_or_path", "dataset_name", *([_TEACHER] if "teacher_model" in arguments else [])):
             if name in self.variables:
                 program.options[name] = self.variables[name]
@@ -334,13 +338,45 @@ class _Reader:
                       and ast.unparse(item.targets[0]) == name]  # fmt: skip
             return (values[0], line) if len(values) == 1 else (node, line)
 
+    def _list_added(self, given: ast.expr | None) -> Iterator[Any]:
+        """Yield the callbacks that a program adds to its trainer, or to the list that the trainer is given."""
+        own = given.id if isinstance(given, ast.Name) else None
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.AugAssign) and ast.unparse(node.target).rpartition(".")[2] in (own, "callbacks"):
+                yield node.value
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any(isinstance(target, ast.Subscript) and ast.unparse(target.value) == own for target in targets):
+                yield node  # an item of the list
+            if not isinstance(node, ast.Call) or node is self.call:
+                continue
+            words = [*node.args, *(keyword.value for keyword in node.keywords)]
+            place = ast.unparse(node.func.value).rpartition(".")[2] if isinstance(node.func, ast.Attribute) else ""
+            if name_call(node) == "add_callback" or (place in (own, "callbacks") and name_call(node) in ("append", "extend")):
+                yield from words
+            elif place in (own, "callbacks") and name_call(node) in ("insert", "__setitem__", "__iadd__"):
+                yield from words[-1:]
+            elif own is not None and name_call(node) not in _READING:  # which may change the list
+                yield from [node] if any(isinstance(word, ast.Name) and word.id == own for word in words) else []
+
+    def _only_shows(self, made: ast.expr) -> bool:
+        """Return whether a callback is one of a package that writes, counts or shows."""
+        function = made.func if isinstance(made, ast.Call) else made
+        names, text = self.names, ast.unparse(function)
+        if isinstance(function, ast.Name):
+            if text in names.classes or text in names.functions or text in names.bound:
+                return False
+            package, name = names.modules.get(text, "transformers").partition(".")[0], names.originals.get(text, text)
+        else:
+            package, name = text.partition(".")[0], text.rpartition(".")[2]
+        return name in _SHOWING and package in _OF_CALLBACKS
+
     def _read_callbacks(self, program: Program, node: ast.expr, line: int) -> None:
         """Name callbacks but for those that only write, count or show."""
         node, line = self._follow_made(node, line)
         for item in node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]:
             made, _ = self._follow_made(item, line)
             name = name_call(made) if isinstance(made, ast.Call) else ast.unparse(made)
-            if name.rpartition(".")[2] not in _SHOWING and name != "None":
+            if not self._only_shows(made) and name != "None":
                 program.unread.append(f"{self._at(item)}: the callback {name} may end the training or change weights; remove "
                                       "it if it does neither")  # fmt: skip
 

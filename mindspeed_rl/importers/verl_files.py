@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import read_scalar
 from mindspeed_rl.importers.shell import Command
-from mindspeed_rl.importers.source_files import list_folders, load_yaml
+from mindspeed_rl.importers.source_files import list_folders, load_yaml, refuse_changed
 
 #: configurations of a release -> the engine that they have
 _RELEASED = {
@@ -179,7 +179,10 @@ class Composition:
 
     def _find(self, stem: str) -> Path | None:
         found = (folder / f"{stem}.yaml" for folder in self.folders)
-        return next((path for path in found if path.is_file()), None)
+        file = next((path for path in found if path.is_file()), None)
+        if file is not None:
+            refuse_changed(self.command, file)
+        return file
 
     def _choose(self, engine: str) -> None:
         if engine:

@@ -31,6 +31,8 @@ _SIGNS: dict[type[ast.unaryop], Callable[[int], int]] = {
 }
 #: largest shift and exponent
 _LIMIT = 64
+#: numbers of the shell; a larger one begins at the other end
+_RANGE = range(-(2**63), 2**63)
 
 
 #: a number with its base, such as 10#08
@@ -76,9 +78,11 @@ class _Expression(ast.NodeVisitor):
     def visit_BinOp(self, node: ast.BinOp) -> int:
         compute = _OPERATORS[type(node.op)]
         first, second = self.visit(node.left), self.visit(node.right)
-        if (isinstance(node.op, ast.Pow) and abs(second) > _LIMIT) or (isinstance(node.op, ast.LShift) and second > _LIMIT):
+        if isinstance(node.op, (ast.Pow, ast.LShift, ast.RShift)) and not 0 <= second < _LIMIT:
             raise ValueError("too large")
-        return compute(first, second)
+        if (value := compute(first, second)) not in _RANGE:
+            raise ValueError("too large")
+        return value
 
     def visit_Compare(self, node: ast.Compare) -> int:
         if len(node.ops) != 1:

@@ -25,6 +25,7 @@ class Command:
         directory: that the script has changed to; empty where it has not.
         input: text of a here-document; None without one.
         loop: the loop and the run of it that the command is of, where others follow; empty outside of loops.
+        places: where its line, and each of the inner ones, has the command.
         inner: lines of the scripts that the line runs, in which the command is; empty where the line has it itself.
         changed: files that the script has written or changed before -> line, and their text; None where that is not known.
     """
@@ -38,6 +39,7 @@ class Command:
     input: str | None = None
     loop: str = ""
     inner: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
     changed: Mapping[str, tuple[int, str | None]] = field(default_factory=dict)
 
 

@@ -19,8 +19,8 @@ _BRACES = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9@*]+)(?:\[([^\]]*)\])?(.*)", re.
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
 _ITEMS = re.compile(r":([^:]*)(?::([^:]*))?")
 _QUOTED = re.compile(r"""['"\\]""")
-#: quoted characters of a pattern, and classes of characters by name, which are not followed
-_UNREAD_PATTERN = re.compile(r"""\\[*?[]|["'][^"']*[*?]|\[\[:""")
+#: quoted characters of a pattern, classes of characters by name, and alternatives, which are not followed
+_UNREAD_PATTERN = re.compile(r"""\\[*?[]|["'][^"']*[*?]|\[\[:|[@+?!*]\([^()]*\)""")
 _STEP = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|(<<|>>|[-+*/%&|^]?)=(?!=)(.*))\s*", re.DOTALL)
 _STEP_BEFORE = re.compile(r"\s*(\+\+|--)\s*([A-Za-z_]\w*)\s*")
 #: variables that an expression sets somewhere within it
@@ -90,7 +90,7 @@ class _Words:
         for index, item in enumerate(items):
             if index or (item[:1].isspace() and item[0] in borders):
                 self._close()
-            for place, part in enumerate(_split_fields(item, self.borders)):
+            for place, part in enumerate(split_fields(item, self.borders)):
                 if place:
                     self._close()
                 self.current.append(part)
@@ -107,7 +107,7 @@ class _Words:
         return [*self.done, "".join(self.current)] if self.current else self.done
 
 
-def _split_fields(text: str, borders: str | None) -> list[str]:
+def split_fields(text: str, borders: str | None) -> list[str]:
     """Split a text as the shell splits words at the characters of IFS: blanks among them belong together."""
     if borders is None:
         return text.split()
@@ -328,18 +328,22 @@ class Expander:
         if index in _ALL:
             if value is None:
                 items = [] if blank_unset else [self.scope.mark(name)]
+                value = "".join(items)
             else:
                 items = list_items(value) if not isinstance(value, dict) else []
                 cut = None if _DEFAULT.match(rest) else _ITEMS.fullmatch(rest)
                 if isinstance(value, list) and None in value and (flag == "!" or cut is not None):
                     return self._expand_sparse(value, cut)
+            if flag and isinstance(value, str) and list_unknown(value):
+                return _Expansion.of_text(value)  # it may have any number of items
             return self._expand_items(items, name, flag, rest, joins=index == "*")
         if isinstance(value, list):
             computed = self.compute(index or "0")
             if list_unknown(computed):
                 return _Expansion.of_text(computed)
             place = int(computed)
-            value = (value[place] if -len(value) <= place < len(value) else None) or ""
+            value = value[place] if -len(value) <= place < len(value) else None
+            value = "" if value is None and not _DEFAULT.match(rest) else value
         return self._expand_value(value, name, flag, rest, blank_unset)
 
     def _expand_sparse(self, value: list[str | None], cut: re.Match[str] | None) -> _Expansion:

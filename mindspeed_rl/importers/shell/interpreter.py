@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import fnmatch
+import itertools
 import os
 import re
 import shlex
@@ -14,10 +15,10 @@ from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.shell.command import Command, list_unknown, make_mark, name_outputs
-from mindspeed_rl.importers.shell.expansion import Expander
+from mindspeed_rl.importers.shell.expansion import Expander, split_fields
 from mindspeed_rl.importers.shell.launchers import InnerScript, find_inner, list_removed, read_variables
 from mindspeed_rl.importers.shell.parser import Node, parse
-from mindspeed_rl.importers.shell.programs import format_text, list_braces, list_changed, list_said, read_output
+from mindspeed_rl.importers.shell.programs import echo_text, format_text, list_braces, list_changed, read_output
 from mindspeed_rl.importers.shell.tokens import INPUT, INPUT_FILE, INPUT_WORD, OUTPUT, Reader, read_tokens
 from mindspeed_rl.importers.shell.variables import NAME, Scope, Variable
 
@@ -31,10 +32,19 @@ _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
 #: programs that are run to know something of the machine, and how they end says it
 _QUESTIONS = frozenset(("grep egrep fgrep which type hash pgrep pidof lsof diff cmp ping nc curl getent id nvidia-smi "
                         "npu-smi rocm-smi lspci mountpoint systemctl").split())  # fmt: skip
-#: commands whose text in a file is followed
-_WRITERS = frozenset(("cat", "echo", "printf", "tee"))
+#: classes of characters by name, of ASCII, and alternatives in a pattern
+_CLASSES = {"lower": "a-z", "upper": "A-Z", "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "xdigit": "0-9a-fA-F",
+            "space": " \t\n\r\f\v", "blank": " \t"}  # fmt: skip
+_CLASS = re.compile(r"\[:(\w+):\]")
+_ALTERNATIVES = re.compile(r"(?<!\\)[@+?!*]\(")
+#: brackets of a condition
+_OPENING, _CLOSING = ("(", "\\("), (")", "\\)")
+#: files that are an output of the script
+_OUTPUTS = ("/dev/stdout", "/dev/fd/1", "/dev/tty")
 #: commands that read a file behind `<`; every other program reads it by itself
 _READERS = frozenset(("read", "mapfile", "readarray", "cat", "bash", "sh", "zsh", "xargs", "tee"))
+#: builtins that keep the text of what they write
+_WRITERS = frozenset(("cat", "echo", "printf", "tee"))
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 #: loops over more items, and scripts that run more others, than any script means
 _MAX_ITEMS = 64
@@ -48,7 +58,7 @@ _MAX_BYTES = 2**20
 #: folders above a script's which relative paths may start from, such as the root of its checkout
 MAX_PARENTS = 6
 #: options of `read`, `mapfile` and `readarray` that have a word
-_READ_WORDS = {"read": "dnNptui", "mapfile": "dnNpui", "readarray": "dnNpui"}
+_READ_WORDS = {"read": "adinNptu", "mapfile": "dnOsuCc", "readarray": "dnOsuCc"}
 
 
 @dataclass(frozen=True)
@@ -78,12 +88,21 @@ def _read_assignment(word: str) -> _Assignment | None:
     return None if match is None or index == "" else _Assignment(name.group(), index, bool(match[1]), match[2])
 
 
-def _split_words(text: str, separators: str | None, limit: int = -1) -> list[str]:
-    """Return the words of a text between blanks, or between the characters of IFS; the last has the rest after `limit`."""
-    if separators is None or not separators.strip():
-        return text.split(None, limit) if separators != "" else [text]
-    items = re.split(f"[{re.escape(separators)}]", text.strip(), maxsplit=max(limit, 0))
-    return [item.strip() if " " in separators else item for item in items]
+def _split_line(line: str, borders: str | None, count: int) -> list[str] | None:
+    """Return what `read` gives names, of which the last has the rest; None where the shell's rule is not followed."""
+    borders = " \t\n" if borders is None else borders
+    blanks = "".join(char for char in borders if char in " \t\n")
+    others = "".join(char for char in borders if char not in " \t\n")
+    blank = f"[{re.escape(blanks)}]*" if blanks else ""
+    signs = [f"{blank}[{re.escape(others)}]{blank}"] if others else []
+    border = re.compile("|".join([*signs, *([f"[{re.escape(blanks)}]+"] if blanks else [])]) or "(?!)")
+    items, rest = [], line.lstrip(blanks) if blanks else line
+    while len(items) < count - 1:
+        found = border.search(rest)
+        items.append(rest if found is None else rest[: found.start()])
+        rest = "" if found is None else rest[found.end() :]
+    rest = rest.rstrip(blanks) if blanks else rest
+    return None if others and rest[-1:] and rest[-1] in others else [*items, rest]
 
 
 def read_script(text: str, known: Mapping[str, str] | None = None, folder: Path | None = None) -> list[Command]:
@@ -107,11 +126,11 @@ def read_script(text: str, known: Mapping[str, str] | None = None, folder: Path 
 
 
 def _leave_first_runs(commands: list[Command]) -> list[Command]:
-    """Return the commands without those that a further run of a loop has at the same line."""
+    """Return the commands without those that a further run of a loop has at the same place."""
     kept: list[Command] = []
     looped: set[tuple[int, ...]] = set()
     for command in commands:
-        place = (command.line, *command.inner)
+        place = (command.line, *command.inner, *command.places)
         if command.loop and place in looped:
             continue
         looped |= {place} if command.loop else set()
@@ -167,6 +186,9 @@ class _Interpreter:
         num_loops: loops that "break" or "continue" is about, from the inner one.
         hidden: for each function that runs, the values of the names that it has declared.
         outer_folders: folders of the scripts around this one, from which its relative paths may start too.
+        folders: those that `popd` goes back to, with their PWD.
+        place: of the command that runs, in its text.
+        is_lost: which folder the script has changed to only the machine knows.
         code: how the last command that failed has ended.
         substituted: how the last command whose output is taken has ended.
         piped: what the command before `|` writes; None where only the machine knows it.
@@ -192,6 +214,9 @@ class _Interpreter:
     num_loops: int = 1
     hidden: list[dict[str, Variable | None]] = field(default_factory=list)
     outer_folders: tuple[Path, ...] = ()
+    folders: list[tuple[str, str | None]] = field(default_factory=list)
+    is_lost: bool = False
+    place: int = 0
     code: str = "1"
     substituted: bool | None = True
     piped: str | None = None
@@ -215,15 +240,31 @@ class _Interpreter:
                 self._run_uncertain([[replace(node, link=";")]], f"line {node.line}")
                 self.scope.variables["?"] = self.scope.mark_output()
                 continue
-            self.scope.line = node.line
+            self.scope.line, self.place = node.line, node.place
             is_piped = node.link == "|"
             pipes = index + 1 < len(nodes) and nodes[index + 1].link == "|"
             start = start if is_piped else len(self.commands)
             if is_piped or pipes:  # each of them runs in a shell of its own
                 status = self._run_piped(node, start if is_piped else None)
+            elif node.is_apart:
+                with self._own_shell():
+                    status = self._run_node(node)
             else:
-                status = _NODES[node.kind](self, node)
+                status = self._run_node(node)
             self.scope.variables["?"] = self.code if status is False else "0" if status else self.scope.mark_output()
+        return status
+
+    def _run_node(self, node: Node) -> bool | None:
+        """Follow a command or a construct, with the files that the construct writes."""
+        count = len(self.commands)
+        status = _NODES[node.kind](self, node)
+        for word in node.redirections if node.kind != "function" else ():
+            if word.startswith(OUTPUT):
+                way, _, target = word.removeprefix(OUTPUT).partition(" ")
+                said = [read_output([command], self._read_file, self.words.compute, "") for command in self.commands[count:]]
+                is_known = way in (">", ">>") and not any(command.uncertain for command in self.commands[count:])
+                text = "".join(item or "" for item in said) if is_known and None not in said else None
+                self._write_file((way, self.words.expand_text(target)), text)
         return status
 
     def _run_piped(self, node: Node, start: int | None) -> bool | None:
@@ -236,7 +277,7 @@ class _Interpreter:
         text = read_output(before, self._read_file, self.words.compute, "") if before else None
         outer, self.piped = self.piped, text
         with self._own_shell():
-            status = _NODES[node.kind](self, node)
+            status = self._run_node(node)
         if before and text is not None and self.piped is None:  # it has read what those before it write
             del self.commands[start : (start or 0) + len(before)]
         self.piped = outer
@@ -253,9 +294,11 @@ class _Interpreter:
     @contextmanager
     def _own_shell(self) -> Iterator[None]:
         scope = self.scope
-        outer = self.directory, dict(scope.variables), set(scope.exported), dict(self.functions)
+        variables, exported, functions = dict(scope.variables), set(scope.exported), dict(self.functions)
+        outer = self.directory, list(self.folders), scope.moved, scope.exports_all, self.ignores_case
         yield
-        self.directory, scope.variables, scope.exported, self.functions = outer
+        self.directory, self.folders, scope.moved, scope.exports_all, self.ignores_case = outer
+        scope.variables, scope.exported, self.functions = variables, exported, functions
         self.leaves = ""
 
     def _run_if(self, node: Node) -> bool | None:
@@ -283,9 +326,13 @@ class _Interpreter:
         items = [item for word in words[1:] for part in list_braces(word) for item in self.words.expand(part)]
         if name in self.scope.known:  # each run would have the value of the user
             items = items[:1]
+        if len(items) > _MAX_ITEMS:  # what it leaves depends on all of its runs
+            self.scope.set(name, self.scope.mark(name))
+            self._run_uncertain([node.parts[0]], f"the loop of line {node.line}")
+            return True
         outer, breaks = self.loop, self.breaks
         self.breaks = self.doubts
-        for index, item in enumerate(items[:_MAX_ITEMS]):
+        for index, item in enumerate(items):
             if len(items) > 1 and not outer:
                 runs = f"run {index + 1} of {len(items)} of the loop over {name} in line {node.line}: {name}={item}"
                 self.loop = f"{runs}; --set {name}=VALUE imports another"
@@ -356,15 +403,24 @@ class _Interpreter:
             self._run_uncertain([*node.parts, []], _name_condition("case", node.line, unknown), unknown)
             return True
         falls, status = False, True
-        for patterns, body, end in zip(node.patterns, node.parts, node.ends):
-            if falls or any(self._matches(value, self.words.expand_text(pattern, is_pattern=True)) for pattern in patterns):
+        for place, (patterns, body, end) in enumerate(zip(node.patterns, node.parts, node.ends)):
+            matches = [self._matches(value, self.words.expand_text(pattern, is_pattern=True)) for pattern in patterns]
+            if not falls and True not in matches and None in matches:
+                self._run_uncertain([*node.parts[place:], []], _name_condition("case", node.line, []))
+                return True
+            if falls or True in matches:
                 status = self.run(body)
                 falls = end == ";&"
                 if end not in (";&", ";;&"):
                     break
         return status
 
-    def _matches(self, text: str, pattern: str) -> bool:
+    def _matches(self, text: str, pattern: str) -> bool | None:
+        """Return whether a text matches a pattern; None where it is not followed."""
+        classes = set(_CLASS.findall(pattern))
+        if list_unknown(pattern) or (classes and not (text.isascii() and classes <= _CLASSES.keys() and not self.ignores_case)):
+            return None
+        pattern = _CLASS.sub(lambda match: _CLASSES[match[1]], pattern)
         if self.ignores_case:
             text, pattern = text.lower(), pattern.lower()
         return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
@@ -380,12 +436,17 @@ class _Interpreter:
             causes: unknown variables of the condition: their values are requested, not those that follow from them.
         """
         before, outer = dict(self.scope.variables), self.uncertain
+        folder, folders = self.scope.moved, set()
         results = []
         self.doubts += 1
         for body in bodies:
             self.scope.variables, self.uncertain = dict(before), outer or condition
             self.run(body)
             results.append(self.scope.variables)
+            folders.add(self.scope.moved)
+            self.scope.moved = folder
+        folders |= {folder} if len(bodies) == 1 else set()
+        self.scope.moved = folders.pop() if len(folders) == 1 else self.scope.mark_folder()
         self.uncertain = outer
         self.doubts -= 1
         if len(bodies) == 1:
@@ -416,6 +477,8 @@ class _Interpreter:
             self.substituted = True
             for assignment in assignments:
                 self._assign(assignment)
+            for way, target in self._list_outputs(marked):
+                self._write_file((way, target), "")
             return self.substituted
         self.code = "1"
         if words[0] in ("[", "[[", "test") or words[0].startswith("(("):
@@ -425,25 +488,32 @@ class _Interpreter:
         expanded = [item for word in words for part in list_braces(word) for item in self.words.expand(part)]
         if not expanded:
             return True
-        front = {item.name: self.words.expand_text(item.text, assigns=True) for item in assignments}
+        front: dict[str, str] = {}
+        for item in assignments:  # each of them sees those before it
+            with self._front(front):
+                front[item.name] = self.words.expand_text(item.text, assigns=True)
         stdin, output = self._read_redirections(marked, expanded)
-        call = _Call(expanded[0], expanded[1:], node.line, front, stdin, output)
-        self._note_changes(call)
-        return self._run_call(call)
+        return self._run_call(_Call(expanded[0], expanded[1:], node.line, front, stdin, output))
 
     def _run_call(self, call: _Call) -> bool | None:
         is_shallow = self.depth < _MAX_DEPTH
+        count = len(self.commands)
         if call.name in self.functions and is_shallow:
             with self._deeper(call.words), self._own_names(), self._front(call.assignments):
-                return self._run_body(self.functions[call.name])
-        if call.name in _STATUSES:
-            return _STATUSES[call.name]
-        if call.name in _BUILTINS:
+                status: bool | None | _Kind = self._run_body(self.functions[call.name])
+        elif call.name in _STATUSES:
+            status = _STATUSES[call.name]
+        elif call.name in _BUILTINS:
             with self._front(call.assignments if call.name in ("eval", "source", ".") else {}):
                 status = _BUILTINS[call.name](self, call)
-            if status is not _Kind.PROGRAM:
-                return status
-        return self._run_program(call, is_shallow=is_shallow)
+            if status is not _Kind.PROGRAM and call.name in _WRITERS:
+                return status  # they keep the text of what they write
+        else:
+            status = _Kind.PROGRAM
+        if status is _Kind.PROGRAM:
+            status = self._run_program(call, is_shallow=is_shallow)
+        self._note_changes(call, self.commands[count:])
+        return status
 
     @contextmanager
     def _front(self, assignments: Mapping[str, str]) -> Iterator[None]:
@@ -462,7 +532,7 @@ class _Interpreter:
                 scope.variables[name] = value
 
     def _run_program(self, call: _Call, *, is_shallow: bool) -> bool | None:
-        expanded = [call.name, *call.words]
+        expanded, place = [call.name, *call.words], self.place
         front = {**call.assignments, **read_variables(expanded)}
         if is_shallow and (inner := find_inner(expanded, call.stdin, self._read_file)) is not None:
             status: bool | None = self._run_inner(inner, front)
@@ -480,6 +550,7 @@ class _Interpreter:
         self.commands.append(
             Command(
                 tuple(expanded), environment, call.line, self.uncertain, self.folder, self.directory, call.stdin, self.loop,
+                places=(place,),
                 changed={name: (line, self.files.get(name)) for name, line in self.changed.items()},
             )  # fmt: skip
         )
@@ -498,15 +569,18 @@ class _Interpreter:
         stdin = self.piped if reads else None
         self.piped = None if reads else self.piped
         output: tuple[str, str] | None = None
+        for way, target in self._list_outputs(marked):
+            if output is not None or way == "2>":
+                self._write_file((output or (way, target)) if way != "2>" else (way, target), None if way == "2>" else "")
+            output = output if way == "2>" else (way, target) if target not in _OUTPUTS else None
         for word in marked:
             kind, text = word[: word.index("\1", 1) + 1], word[word.index("\1", 1) + 1 :]
             if kind == OUTPUT:
-                way, _, target = text.partition(" ")
-                output = way, self.words.expand_text(target)
-            elif kind == INPUT:
+                continue
+            if kind == INPUT:
                 stdin = text
             elif kind == INPUT_WORD:
-                stdin = self.words.expand_text(text)
+                stdin = f"{self.words.expand_text(text)}\n"
             elif kind == INPUT_FILE:
                 content = self._read_file(self.words.expand_text(text)) if reads else None
                 stdin = (self.scope.mark_output() if content is None else content) if reads else stdin
@@ -519,20 +593,33 @@ class _Interpreter:
                     stdin = text
         return stdin, output
 
-    def _note_changes(self, call: _Call) -> None:
-        """Keep the names of the files that a command writes or changes."""
-        names = list_changed(call.name, call.words, call.stdin)
-        names += [] if call.output is None else [call.output[1]]
-        for name in map(os.path.normpath, names):
-            self.changed[name] = call.line
-            if call.name not in _WRITERS:
-                self.files.pop(name, None)
+    def _list_outputs(self, marked: list[str]) -> Iterator[tuple[str, str]]:
+        """Yield how and where a command writes."""
+        for word in marked:
+            if word.startswith(OUTPUT):
+                way, _, target = word.removeprefix(OUTPUT).partition(" ")
+                yield way, self.words.expand_text(target)
+
+    def _note_changes(self, call: _Call, commands: list[Command]) -> None:
+        """Keep the names of the files that a command writes or changes, and the text of those that are known."""
+        keeps = call.name == "tee" and call.stdin is not None  # it has written its text
+        for name in [] if keeps else list_changed(call.name, call.words, call.stdin):
+            self._write_file((">", name), "" if Path(call.name).name in ("rm", "unlink") else None)
+        if call.output is not None:
+            is_known = len(commands) == 1 and not commands[0].uncertain and call.output[0] != ">&"
+            text = read_output(commands, self._read_file, self.words.compute, self.scope.read("PWD")) if is_known else None
+            self._write_file(call.output, "" if text is None and call.name in (":", "true", "false") else text)
+
+    def _name_file(self, name: str) -> str:
+        """Return the path of a file from the folder that the script begins in."""
+        path, start = os.path.normpath(os.path.join(self.directory, name)), self.scope.known.get("PWD", "")
+        return path.removeprefix(f"{start}/") if start else path
 
     def _read_file(self, name: str) -> str | None:
         """Return the text of a file that the script has written, or that is here; None for others."""
-        if os.path.normpath(name) in self.files:
-            return self.files[os.path.normpath(name)]
-        if os.path.normpath(name) in self.changed:
+        if self._name_file(name) in self.files:
+            return self.files[self._name_file(name)]
+        if self._name_file(name) in self.changed:
             return None  # a program has written it
         path = self._find_file(name)
         try:
@@ -563,10 +650,11 @@ class _Interpreter:
             front: variables in front of the command.
         """
         self.inner_runs[0] += 1
+        place = self.place
         if self.inner_runs[0] > _MAX_ITEMS:
             raise ConfigError([f"line {self.scope.line}: the script runs more than {_MAX_ITEMS} others"])
         here, scope = script.is_here, self.scope
-        path = None if not script.name or os.path.normpath(script.name) in self.files else self._find_file(script.name)
+        path = None if not script.name or self._name_file(script.name) in self.files else self._find_file(script.name)
         folders = (self.folder or Path(), *self.outer_folders)
         exported = {key: scope.variables[key] for key in scope.exported if key in scope.variables} if here else {}
         inner = _Interpreter(
@@ -576,12 +664,16 @@ class _Interpreter:
             directory=self.directory if here else "", depth=self.depth + 1,
             outer_folders=self.outer_folders if path is None else folders,
         )  # fmt: skip
+        inner.scope.moved = scope.moved if here else None
         inner.scope.set_arguments(script.arguments)
         if zero := script.zero or script.name:
             inner.scope.variables["0"] = zero
         inner.run(parse(script.text))
         # lines of its own text say nothing in this script
-        self.commands += [replace(command, line=scope.line, inner=(command.line, *command.inner)) for command in inner.commands]
+        self.commands += [
+            replace(command, line=scope.line, inner=(command.line, *command.inner), places=(place, *command.places))
+            for command in inner.commands
+        ]
         return True
 
     @contextmanager
@@ -721,37 +813,77 @@ class _Interpreter:
         return True
 
     def _change_directory(self, call: _Call) -> bool | None | _Kind:
-        if call.words and not list_unknown(call.words[0]) and not call.words[0].startswith("-"):
-            self.directory = str(Path(self.directory, call.words[0]))
+        """Follow `cd`, `pushd` and `popd`."""
+        here = self.directory, self.scope.moved
+        names = [word for word in call.words if not re.fullmatch(r"-[LPe@n]+|--", word)]
+        if call.name == "popd":
+            is_known = self.folders and not names
+            self.directory, self.scope.moved = self.folders.pop() if is_known else ("", self.scope.mark_folder())
+            return _Kind.PROGRAM
+        if call.name == "pushd":
+            self.folders.append(here)
+        name = names[0] if names else self.scope.read("HOME") if call.name == "cd" else "-"
+        if name == "-" or (call.name == "pushd" and re.fullmatch(r"[-+]\d+", name)):
+            self.scope.moved = self.scope.mark_folder()
+            self.is_lost = True
+        elif unknown := list_unknown(name):
+            self.scope.moved = make_mark(*unknown[0])
+            self.is_lost = True
+        else:
+            start = self.scope.read("PWD")
+            is_known = name.startswith("/") or not list_unknown(start)
+            self.scope.moved = os.path.normpath(os.path.join(start, name)) if is_known else self.scope.mark("PWD")
+            self.directory = str(Path(self.directory, name))
+            self.is_lost &= not name.startswith("/")
         return _Kind.PROGRAM  # `$(cd FOLDER && pwd)` reads it
 
     def _read(self, call: _Call) -> bool | None | _Kind:
         """Set the variables of `read`, `mapfile` and `readarray`."""
-        options = [word for word in call.words if word.startswith("-")]
-        names, place = [], 0
-        while place < len(call.words):
-            word = call.words[place]
-            names += [] if word.startswith("-") else [word]
-            place += 2 if word[:1] == "-" and word[-1:] in _READ_WORDS[call.name] else 1
-        letters = "".join(option[1:] for option in options)
-        names = names or ["REPLY" if call.name == "read" else "MAPFILE"]
-        if call.stdin is None or list_unknown(call.stdin):
+        options: dict[str, str] = {}
+        words = list(call.words)
+        while words and words[0].startswith("-") and len(words[0]) > 1:
+            option = words.pop(0)
+            if option == "--":
+                break
+            for place, letter in enumerate(option[1:], 1):
+                options[letter] = ""
+                if letter in _READ_WORDS[call.name]:
+                    options[letter] = option[place + 1 :] or (words.pop(0) if words else "")
+                    break
+        if "a" in options and call.name == "read":
+            words = [options["a"]]
+        names = words or ["REPLY" if call.name == "read" else "MAPFILE"]
+        given = self._split_input(call, options, len(names))
+        if given is None:
             for name in names:
                 self._store(name, self.scope.mark(name))
             return None
+        if call.name != "read" or "a" in options:
+            self._store(names[0], list(given))
+        else:
+            for name, item in zip(names, given):
+                self._store(name, item)
+        return True if call.name != "read" else "d" not in options and "\n" in (call.stdin or "")
+
+    def _split_input(self, call: _Call, options: Mapping[str, str], count: int) -> list[str] | None:
+        """Return the values that `read` and its relatives give a number of names; None for forms that are not followed."""
+        text, letters = call.stdin, options.keys()
+        if text is None or list_unknown(text) or options.get("d", ""):
+            return None
         if call.name != "read":
-            self._store(names[0], list(call.stdin.splitlines()))
-            return True
-        text = call.stdin if "d" in letters else call.stdin.partition("\n")[0]
-        own = call.assignments.get("IFS", self.scope.find("IFS"))
-        separators = own if isinstance(own, str) else None
+            lines = text.splitlines(keepends=True) if letters <= {"t"} else None
+            return [line.removesuffix("\n") for line in lines] if lines is not None and "t" in letters else lines
+        borders = call.assignments.get("IFS", self.scope.find("IFS"))
+        if not letters <= set("rdaps") or ("r" not in letters and "\\" in text) or isinstance(borders, (list, dict)):
+            return None
+        if borders is not None and list_unknown(borders):
+            return None
+        line = text if "d" in letters else text.partition("\n")[0]
         if "a" in letters:
-            self._store(names[0], list(_split_words(text, separators)))
-            return True
-        items = _split_words(text, separators, len(names) - 1) if len(names) > 1 else [text.strip()]
-        for name, item in zip(names, [*items, *[""] * len(names)]):
-            self._store(name, item)
-        return True
+            return split_fields(line, borders) if borders != "" else [line]
+        if not call.words or "REPLY" in call.words or not any(not word.startswith("-") for word in call.words):
+            return [line]  # REPLY has the line as it is
+        return _split_line(line, borders, count)
 
     def _store(self, target: str, value: str | list[str | None]) -> None:
         """Set a variable, or an item of an array, that a builtin has the name of."""
@@ -772,34 +904,47 @@ class _Interpreter:
     def _tee(self, call: _Call) -> bool | None | _Kind:
         if call.stdin is None:
             return _Kind.PROGRAM
-        way = ">>" if "-a" in call.words else ">"
+        way = ">>" if "-a" in call.words or "--append" in call.words else ">"
         for target in call.words:
             if not target.startswith("-"):
                 self._write_file((way, target), call.stdin)
         return self._write_file(call.output, call.stdin)
 
     def _echo(self, call: _Call) -> bool | None | _Kind:
-        return self._write_file(call.output, " ".join(list_said(call.words)))
+        return self._write_file(call.output, echo_text(call.words))
 
     def _printf(self, call: _Call) -> bool | None | _Kind:
-        if call.words[:1] == ["-v"] and len(call.words) > 2:
-            self._store(call.words[1], format_text(call.words[2:]))
+        words = call.words[call.words[:1] == ["--"] :]
+        if words[:1] == ["-v"] and len(words) > 2:
+            text = format_text(words[2 + (words[2] == "--") :])
+            self._store(words[1], self.scope.mark(words[1].partition("[")[0]) if text is None else text)
             return True
-        return self._write_file(call.output, format_text(list_said(call.words)))
+        return self._write_file(call.output, format_text(words))
 
-    def _write_file(self, output: tuple[str, str] | None, text: str) -> bool | None | _Kind:
-        """Keep the text of a file; what goes elsewhere is left to the one who reads it."""
+    def _write_file(self, output: tuple[str, str] | None, text: str | None) -> bool | None | _Kind:
+        """Keep the text of a file; what goes elsewhere is left to the one who reads it.
+
+        Args:
+            text: None where only the machine knows it.
+        """
         if output is None:
             return _Kind.PROGRAM
-        way, target = output[0], os.path.normpath(output[1])
-        before = ""
-        if way == ">>":
-            path = None if target in self.files else self._find_file(target)
+        way, target = output
+        if way == ">&" or target.startswith("/dev/"):
+            return True
+        name = self._name_file(target)
+        if way == ">>" and text is not None:
+            path = None if name in self.changed else self._find_file(target)
             if path is not None and path.stat().st_size > _MAX_BYTES:
                 return True  # no script or file of options
-            before = self.files.get(target, "") if path is None else path.read_text(encoding="utf-8", errors="replace")
-        self.files[target] = f"{before}{text}\n"
-        self.changed[target] = self.scope.line
+            before = self.files.get(name, None if name in self.changed else "")
+            before = before if path is None else path.read_text(encoding="utf-8", errors="replace")
+            text = None if before is None else before + text
+        if text is None or self.uncertain:
+            self.files.pop(name, None)
+        else:
+            self.files[name] = text
+        self.changed[name] = self.scope.line
         return True
 
     # --- assignments
@@ -807,8 +952,8 @@ class _Interpreter:
     def _declare(self, words: list[str]) -> bool:
         flags = "".join(word for word in words[1:] if word.startswith(("-", "+")) and "=" not in word)
         is_local = bool(self.hidden) and words[0] in ("local", "declare", "typeset") and "g" not in flags
-        for word in self._list_declared(words[1:]):
-            match = _read_assignment(word)
+        listed = [(word, self._expand_declared(word, flags)) for word in self._list_declared(words[1:])]
+        for word, match in listed:
             name = word if match is None else match.name
             if is_local and NAME.fullmatch(name) and name not in self.hidden[-1]:
                 self.hidden[-1][name] = self.scope.variables.get(name)
@@ -816,6 +961,9 @@ class _Interpreter:
                     self.scope.variables.pop(name, None)
             if "A" in flags and not word.startswith("-"):
                 self.scope.variables.setdefault(word.partition("=")[0], {})
+            for letter, kept in (("l", self.scope.lower), ("u", self.scope.upper)):
+                if letter in flags and words[0] != "export" and NAME.fullmatch(name):
+                    kept.add(name)
             if "i" in flags and NAME.fullmatch(name):
                 self.scope.whole.add(name)
             if "n" in flags and words[0] != "export" and NAME.fullmatch(name):
@@ -829,6 +977,14 @@ class _Interpreter:
             elif (words[0] == "export" or "x" in flags) and NAME.fullmatch(name):
                 self.scope.exported.add(name)
         return True
+
+    def _expand_declared(self, word: str, flags: str) -> _Assignment | None:
+        """Return the assignment of a declaration, whose text is expanded before any variable of it is set."""
+        match = _read_assignment(word)
+        is_array = match is not None and match.text.startswith("(") and match.text.endswith(")")
+        if match is None or match.index is not None or is_array or "n" in flags:
+            return match
+        return replace(match, text=shlex.quote(self._read_text(match.name, match.text)))
 
     def _list_declared(self, words: list[str]) -> Iterator[str]:
         """Yield the assignments and names of a declaration, of which an expansion may make several.
@@ -872,6 +1028,8 @@ class _Interpreter:
                 value = [(old[0] or "") + value, *old[1:]] if old else [value]
             elif plus and isinstance(old, str):
                 value = old + value
+            if isinstance(value, str) and name in self.scope.lower | self.scope.upper and not list_unknown(value):
+                value = value.lower() if name in self.scope.lower else value.upper()
         self.scope.set(name, value)
 
     def _read_map(self, old: dict[str, str], index: str | None, text: str, *, adds: bool) -> dict[str, str]:
@@ -905,7 +1063,8 @@ class _Interpreter:
         if words[0].startswith("(("):
             value = self.words.step(words[0][2:-2])
             return None if list_unknown(value) else value != "0"
-        return self._test_words([word for word in words[1:] if word not in ("]", "]]")], has_patterns=words[0] == "[[")
+        end = {"[": "]", "[[": "]]"}.get(words[0])
+        return self._test_words(list(words[1:-1] if words[-1] == end else words[1:]), has_patterns=words[0] == "[[")
 
     def _test_words(self, words: list[str], *, has_patterns: bool) -> bool | None:
         """Return the status of a condition; None where only the machine knows it.
@@ -913,8 +1072,17 @@ class _Interpreter:
         Args:
             has_patterns: the right side of a comparison is a pattern.
         """
+        depths = list(itertools.accumulate((word in _OPENING) - (word in _CLOSING) for word in words))
+        others = [word for word in words if word not in (*_OPENING, *_CLOSING) and "$" not in word]
+        if "=~" not in words and any(word.startswith("(") or word.count(")") > word.count("(") for word in others):
+            return None  # brackets that no blank divides from words
+        if depths and (min(depths) < 0 or depths[-1]):
+            return None
+        if words and words[0] in _OPENING and words[-1] in _CLOSING and 0 not in depths[:-1]:
+            return self._test_words(words[1:-1], has_patterns=has_patterns)
         for signs, decides in ((("||", "-o"), True), (("&&", "-a"), False)):
-            place = next((words.index(sign) for sign in signs if sign in words), None)
+            found = (place for place, word in enumerate(words) if word in signs and not depths[place])
+            place = next(found, None)
             if place is not None:
                 sides = [self._test_words(part, has_patterns=has_patterns) for part in (words[:place], words[place + 1 :])]
                 return decides if decides in sides else None if None in sides else not decides
@@ -929,9 +1097,8 @@ class _Interpreter:
         if any(list_unknown(text) for text in texts):
             return None
         if is_pattern[2:] == [True]:
-            if re.search(r"(?<!\\)[@+?!*]\(", words[2]):  # other patterns
-                return None
-            return self._matches(texts[0], texts[2]) == (texts[1] != "!=")
+            matches = None if _ALTERNATIVES.search(words[2]) else self._matches(texts[0], texts[2])
+            return None if matches is None else matches == (texts[1] != "!=")
         if len(texts) == 3:
             return self._compare(*texts)
         return texts[0] != "" if len(texts) == 1 else None  # of two words it is a file test
@@ -956,10 +1123,13 @@ class _Interpreter:
         nodes = parse(text)
         if not nodes:
             return ""  # a comment
-        scope = Scope(self.scope.known, dict(self.scope.variables), references=self.scope.references, line=self.scope.line)
+        scope = Scope(
+            self.scope.known, dict(self.scope.variables), references=self.scope.references, moved=self.scope.moved,
+            line=self.scope.line,
+        )  # fmt: skip
         inner = _Interpreter(
             scope, self.folder, dict(self.functions), files=self.files, changed=self.changed, rounds=self.rounds,
-            depth=self.depth + 1,
+            directory=self.directory, depth=self.depth + 1,
         )
         self.substituted = inner.run(nodes)
         self.code = inner.code
@@ -967,8 +1137,11 @@ class _Interpreter:
             return ""
         if any(command.uncertain for command in inner.commands):
             return self.scope.mark_output()
-        output = read_output(inner.commands, self._read_file, self.words.compute, self.scope.read("PWD"))
-        return self.scope.mark_output() if output is None else output
+        # from the folder that the script begins in, a path from there serves as well
+        is_near = self.scope.moved is None and inner.directory and not inner.is_lost
+        here = os.path.normpath(inner.directory) if is_near else scope.read("PWD")
+        output = read_output(inner.commands, inner._read_file, self.words.compute, here)
+        return self.scope.mark_output() if output is None else output.rstrip("\n")
 
     def _name_process(self, text: str) -> str:
         """Return the name of the file that has the output of `<(command)`; a mark where only the machine knows it."""
@@ -976,7 +1149,7 @@ class _Interpreter:
         if list_unknown(output):
             return output
         name = f"/dev/fd/{63 - sum(name.startswith('/dev/fd/') for name in self.files)}"
-        self.files[name] = f"{output}\n"
+        self.files[name] = f"{output}\n" if output else ""
         return name
 
 
@@ -1000,7 +1173,7 @@ _BUILTINS: dict[str, Callable[[_Interpreter, _Call], bool | None | _Kind]] = {
     "unset": _Interpreter._unset,
     **dict.fromkeys(("exit", "return", "break", "continue"), _Interpreter._leave),
     "let": _Interpreter._let,
-    **dict.fromkeys(("cd", "pushd"), _Interpreter._change_directory),
+    **dict.fromkeys(("cd", "pushd", "popd"), _Interpreter._change_directory),
     **dict.fromkeys(("read", "mapfile", "readarray"), _Interpreter._read),
     "shopt": _Interpreter._set_shell,
     "getopts": _Interpreter._get_options,

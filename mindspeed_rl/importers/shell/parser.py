@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.shell.tokens import Token, read_tokens
@@ -22,6 +22,9 @@ class Node:
         link: operator before it: ";", "&&", "||" or "|".
         parts: lists of nodes: for "if" conditions and bodies in turn, the last without a condition is else.
         patterns: patterns of "case", one list of patterns a body.
+        redirections: of a construct, behind it; those of a command are among its words.
+        place: index of its first word or operator, which tells commands of a line apart.
+        is_apart: it runs in the background, in a shell of its own.
         ends: of "case", what follows each body: ";;", ";&" or ";;&"; of "while" and "until" the word itself.
     """
 
@@ -32,6 +35,9 @@ class Node:
     parts: tuple[list[Node], ...] = ()
     patterns: tuple[tuple[str, ...], ...] = ()
     ends: tuple[str, ...] = ()
+    redirections: tuple[str, ...] = ()
+    is_apart: bool = False
+    place: int = 0
 
 
 def parse(text: str) -> list[Node]:
@@ -41,6 +47,14 @@ def parse(text: str) -> list[Node]:
         ConfigError: a quote or a bracket is not closed, or a construct has no end.
     """
     return _Parser(read_tokens(text.replace("\r\n", "\n"))).parse_list(())
+
+
+def _put_apart(nodes: list[Node]) -> None:
+    """Put the last command and those that `&&`, `||` and `|` join with it into the background."""
+    for place in range(len(nodes) - 1, -1, -1):
+        nodes[place] = replace(nodes[place], is_apart=True)
+        if nodes[place].link == ";":
+            return
 
 
 @dataclass
@@ -60,9 +74,15 @@ class _Parser:
                 return nodes
             if token.is_operator and token.text not in ("(",):
                 self.place += 1
+                if token.text == "&":
+                    _put_apart(nodes)
                 link = token.text if token.text in ("&&", "||", "|") else link if token.text == "\n" and link != ";" else ";"
                 continue
-            nodes.append(self._parse_command(link))
+            start = self.place
+            node = replace(self._parse_command(link), place=start)
+            if node.kind != "simple":
+                node = replace(node, redirections=tuple(self._take_redirections()))
+            nodes.append(node)
             link = ";"
         if ends:
             raise ConfigError([f"the script ends before {' or '.join(ends)}"])
@@ -91,6 +111,11 @@ class _Parser:
             return self._parse_function(link)
         return Node("simple", line, self._take_words(), link)
 
+    def _take_redirections(self) -> Iterator[str]:
+        while self.place < len(self.tokens) and self.tokens[self.place].text.startswith("\1"):
+            self.place += 1
+            yield self.tokens[self.place - 1].text
+
     def _parse_body(self, start: str, end: str) -> list[Node]:
         self._take(start)
         body = self.parse_list((end,))
@@ -107,7 +132,8 @@ class _Parser:
             self.place += 1
         if self.place >= len(self.tokens):
             raise ConfigError([f"line {line} of the script: the function {name} has no body"])
-        return Node("function", line, (name,), link, ([self._parse_command(";")],))
+        body = self._parse_command(";")
+        return Node("function", line, (name,), link, ([replace(body, redirections=tuple(self._take_redirections()))],))
 
     def _parse_if(self) -> Iterator[list[Node]]:
         while self.tokens[self.place].text in ("if", "elif"):

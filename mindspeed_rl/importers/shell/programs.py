@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal
 
 from mindspeed_rl.importers.shell.command import Command
 
@@ -14,6 +17,10 @@ from mindspeed_rl.importers.shell.command import Command
 _EDITORS = frozenset("sed gsed perl yq dasel crudini".split())
 _IN_PLACE = re.compile(r"-[A-Za-z]*i|--in-?place")
 _COPIES = frozenset("cp mv ln install rsync".split())
+#: words in front of a command, programs that write or remove all their words, and options of others that name what they write
+_FRONT = frozenset("sudo nohup command exec time".split())
+_WHOLE = frozenset("tee rm unlink truncate".split())
+_OF_OUTPUT = re.compile(r"-o|--out[\w-]*")
 #: a file of options in the text of a Python program, and the calls that write one
 _NAMED_FILE = re.compile(r"""["']([^"'\s]+\.(?:ya?ml|json))["']""")
 _WRITES = re.compile(r"""["'][wa]\+?["']|write_text|dump|save\(""")
@@ -23,8 +30,15 @@ _OF_MACHINE = ("/proc/", "/sys/", "/etc/", "/dev/null")
 _MAX_COUNT = 10_000
 #: a whole number of them; no counter of a script is longer
 _NUMBER = r"-?\d{1,15}"
-#: a width or precision of printf that is no format of a script, and would fill the memory
-_ENDLESS = re.compile(r"%[-+ 0#]*(?:\d{5}|\d*\.\d{5})")
+#: a form of printf that is followed: no width or precision of a script has four digits
+_FORMAT = re.compile(r"%[-+ 0#]*\d{0,3}(?:\.\d{1,2})?[sdiuoxXfeEgGbqc]")
+#: what a backslash means for echo and printf
+_ESCAPE = r"\\(?:({octal})|x([0-9a-fA-F]{{1,2}})|u([0-9a-fA-F]{{1,4}})|(.))"
+_OCTAL = {"echo": "0[0-7]{1,3}", "format": "[0-7]{1,3}", "%b": "0[0-7]{1,3}|[1-7][0-7]{0,2}"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v", "\\": "\\"}
+#: an expression that bc computes as the shell does, and the words of expr for which this is so
+_OF_BC = re.compile(r"(?:[\d\s+*/%()<>-]|[<>=!]=)*")
+_OF_EXPR = re.compile(rf"{_NUMBER}|[-+*/%()<>]|[<>=!]=")
 
 
 def count(first: int, last: int, step: int) -> list[int]:
@@ -85,9 +99,10 @@ def _split_alternatives(text: str) -> list[str] | None:
         step = abs(int(match.group(3) or 1)) or 1
         width = max(len(item) for item in match.groups()[:2]) if re.search(r"(^|\.)-?0\d", text) else 0
         return [str(item).zfill(width) for item in count(first, last, step if first <= last else -step)] or None
-    if re.fullmatch(r"[A-Za-z]\.\.[A-Za-z]", text) and text[0].islower() == text[-1].islower():
-        first, last = ord(text[0]), ord(text[-1])
-        return list(map(chr, count(first, last, 1 if first <= last else -1))) or None
+    match = re.fullmatch(rf"([A-Za-z])\.\.([A-Za-z])(?:\.\.({_NUMBER}))?", text)
+    if match is not None and match[1].islower() == match[2].islower():
+        first, last, step = ord(match[1]), ord(match[2]), abs(int(match[3] or 1)) or 1
+        return list(map(chr, count(first, last, step if first <= last else -step))) or None
     parts, place, start = [], 0, 0
     while place < len(text):
         if text[place] == ",":
@@ -97,45 +112,106 @@ def _split_alternatives(text: str) -> list[str] | None:
     return [*parts, text[start:]] if parts else None
 
 
-def format_text(words: Sequence[str]) -> str:
-    """Return what `printf` writes: its format for each group of its arguments."""
-    template = words[0].replace("\\n", "\n").replace("\\t", "\t") if words else ""
-    parts = re.findall(r"%[-+ 0#]*\d*(?:\.\d+)?[sdifgeGxX%]", template)
-    if _ENDLESS.search(template):
-        return " ".join([template, *words[1:]])
-    kinds = [item[-1] for item in parts if item[-1] != "%"]
+def _read_escapes(text: str, kind: Literal["echo", "format", "%b"]) -> str | None:
+    """Return a text with the escapes of `echo -e`, a format of `printf` or its %b; None where it is not followed."""
+    parts, place = [], 0
+    for match in re.finditer(_ESCAPE.format(octal=_OCTAL[kind]), text, re.DOTALL):
+        octal, byte, letter, char = match.groups()
+        code = int(octal, 8) if octal else int(byte or letter, 16) if byte or letter else None
+        if char == "c" or (code is not None and not 0 < code < 128 and not letter):
+            return None  # it ends the text there, or is a part of a character
+        quotes = kind == "format" and char in ("'", '"', "?")
+        plain = char if quotes else _ESCAPES.get(char or "", match.group())
+        parts += [text[place : match.start()], plain if code is None else chr(code)]
+        place = match.end()
+    return "".join([*parts, text[place:]])
+
+
+def format_text(words: Sequence[str]) -> str | None:
+    """Return what `printf` writes: its format for each group of its arguments; None where it is not followed."""
+    template = _read_escapes(words[0].replace("%%", "%%\1") if words else "", "format")
+    if template is None:
+        return None
+    parts = re.split(r"(%[^a-zA-Z%]*[a-zA-Z%]?)", template.replace("%%\1", "%%"))
+    kinds = [part for part in parts[1::2] if part != "%%"]
+    if not all(_FORMAT.fullmatch(part) for part in kinds):
+        return None
     arguments, texts = list(words[1:]), []
     while True:
-        taken = [arguments.pop(0) if arguments else "" for _ in kinds]
-        try:
-            given = [item if kind == "s" else float(item or 0) for item, kind in zip(taken, kinds)]
-            texts.append(template % tuple(int(item) if kind in "dixX" else item for item, kind in zip(given, kinds)))
-        except (TypeError, ValueError, OverflowError):
-            texts.append(" ".join([template, *taken]))
+        for place, part in enumerate(parts):
+            if place % 2 == 0 or part == "%%":
+                texts.append("%" if part == "%%" else part)
+                continue
+            text = _format_one(part, arguments.pop(0) if arguments else "")
+            if text is None:
+                return None
+            texts.append(text)
         if not arguments or not kinds:
-            return "".join(texts).rstrip("\n")
+            return "".join(texts)
 
 
-def list_said(words: Sequence[str]) -> list[str]:
-    """Return the words that `echo` writes."""
+def _format_one(form: str, word: str) -> str | None:
+    """Return an argument in its form; None where it is not followed."""
+    kind, plain = form[-1], form in ("%s", "%b", "%q", "%c")
+    if "\0" in word and form != "%s":
+        return None
+    if kind == "s":
+        return form % word
+    if kind in "bqc":
+        quoted = word if re.fullmatch(r"[\w./:@%+=-]+", word, re.ASCII) else None if word else "''"
+        return None if not plain else _read_escapes(word, "%b") if kind == "b" else quoted if kind == "q" else word[:1]
+    if kind in "diuoxX":
+        number = _read_integer(word)
+        return None if number is None or (number < 0 and kind in "uoxX") else form.replace("u", "d") % number
+    if not re.fullmatch(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,2})?|", word):
+        return None
+    number = float(word or 0)
+    around = {form % value for value in (math.nextafter(number, -math.inf), number, math.nextafter(number, math.inf))}
+    # the shell computes with more digits: where these do not decide, only a number that has none of them is known
+    is_exact = Decimal(word or 0) == Decimal(number)
+    return form % number if is_exact or len(around) == 1 else None
+
+
+def _read_integer(word: str) -> int | None:
+    match = re.fullmatch(r"([-+]?)(?:(0[xX][0-9a-fA-F]{1,15})|0([0-7]{0,20})|([1-9]\d{0,17})|)", word)
+    if match is None or (match[1] and not any(match.groups()[1:]) and match[3] is None):
+        return None
+    value = int(match[2], 16) if match[2] else int(match[3] or "0", 8) if match[3] is not None else int(match[4] or "0")
+    return -value if match[1] == "-" else value
+
+
+def echo_text(words: Sequence[str]) -> str | None:
+    """Return the text that `echo` writes; None where it is not followed."""
     flags = list(itertools.takewhile(re.compile(r"-[neE]+").fullmatch, words))
-    said = words[len(flags) :]
-    return [word.replace("\\n", "\n").replace("\\t", "\t") for word in said] if "e" in "".join(flags) else list(said)
+    letters, text = "".join(flags), " ".join(words[len(flags) :])
+    said = _read_escapes(text, "echo") if letters.rfind("e") > letters.rfind("E") else text
+    return said if said is None or "n" in letters else f"{said}\n"
 
 
 def list_changed(name: str, words: Sequence[str], stdin: str | None) -> list[str]:
     """Return the files that a program changes or writes by their names among its words, or in the text of a Python program."""
-    base = name.rpartition("/")[2]
+    words = [name, *words]
+    while len(words) > 1 and words[0].rpartition("/")[2] in _FRONT:
+        words = words[1:]
+    base, words = words[0].rpartition("/")[2], words[1:]
     named = [word for word in words if not word.startswith("-")]
+    options = [(word.partition("=")[0], word.partition("=")[2]) for word in words if "=" in word]
+    options += list(itertools.pairwise(words))
+    found = [value for option, value in options if _OF_OUTPUT.fullmatch(option) and value and not value.startswith("-")]
     if base in _EDITORS:
-        return named if any(_IN_PLACE.match(word) for word in words) else []
+        return found + (named if any(_IN_PLACE.match(word) for word in words) else [])
+    if base in _WHOLE:
+        return found + named
+    if base == "wget":
+        return found + [value for option, value in options if option == "-O"]
     if base in _COPIES and len(named) > 1:
         folder = named[-1].rstrip("/")
-        return [folder, *(f"{folder}/{word.rpartition('/')[2]}" for word in named[:-1])]
+        moved = named[:-1] if base == "mv" else []
+        return [*found, folder, *(f"{folder}/{word.rpartition('/')[2]}" for word in named[:-1]), *moved]
     if base.startswith("python"):
         text = stdin or next((text for option, text in itertools.pairwise(words) if option == "-c"), "")
-        return _NAMED_FILE.findall(text) if _WRITES.search(text) else []
-    return []
+        found += _NAMED_FILE.findall(text) if _WRITES.search(text) else []
+    return found
 
 
 @dataclass(frozen=True)
@@ -143,7 +219,7 @@ class _Pipe:
     """The commands of a substitution.
 
     Attributes:
-        words: words of each command, without `--`.
+        words: words of each command, without the `--` that ends its options.
         input: here-document of the first one.
         read: returns the text of a file; None where it is not here.
         compute: returns the value of an arithmetic expression.
@@ -163,26 +239,51 @@ class _Pipe:
 def read_output(
     commands: Sequence[Command], read: Callable[[str], str | None], compute: Callable[[str], str], directory: str
 ) -> str | None:
-    """Return what commands write into a pipe or a variable; None where only the machine of the script knows.
+    """Return what commands write, with the end of the last line; None where only the machine of the script knows.
 
     Args:
         read: returns the text of a file that the script has written, or that is here; None for others.
         compute: returns the value of an arithmetic expression.
-        directory: folder of the script.
+        directory: folder that the commands end in.
     """
-    words = [[word for word in command.words if word != "--"] for command in commands]
+    words = [_leave_out_dashes(list(command.words)) for command in commands]
     programs = tuple(item[0] for item in words)
     if programs in _OUTPUTS:
         return _OUTPUTS[programs](_Pipe(words, commands[0].input, read, compute))
-    if programs[-1:] == ("pwd",):
-        return next((item[1] for item in words if item[0] == "cd" and len(item) > 1), directory)
+    if programs[-1:] == ("pwd",) and all(item[0] in ("cd", "pushd", "popd") for item in words[:-1]):
+        return f"{directory}\n"
     return None
 
 
-def _calculate(pipe: _Pipe) -> str | None:
-    said = list_said(pipe.arguments)
-    is_fraction = any("scale" in word or "." in word for word in said)
-    return None if is_fraction else pipe.compute(" ".join(said))
+def _leave_out_dashes(words: list[str]) -> list[str]:
+    """Return the words of a command without the `--` that ends its options."""
+    place = words.index("--") if "--" in words and words[0] != "echo" else 0
+    is_end = place == 1 or (place and words[0] != "printf")
+    return words[:place] + words[place + 1 :] if is_end else words
+
+
+def _end_line(text: str | None) -> str | None:
+    return None if text is None else f"{text}\n"
+
+
+def _calculate(text: str | None, compute: Callable[[str], str]) -> str | None:
+    """Return the result of bc; None where it is not the shell's: powers, fractions and variables."""
+    plain = text is not None and _OF_BC.fullmatch(text) and not re.search(r"\*\*|--|\+\+|<<|>>|\d\s+\d", text)
+    return _end_line(compute((text or "").strip())) if plain else None
+
+
+def _calculate_words(pipe: _Pipe) -> str | None:
+    """Return the result of expr; None where it is not the shell's: texts and alternatives."""
+    plain = all(_OF_EXPR.fullmatch(word) for word in pipe.arguments)
+    numbers = [bool(re.fullmatch(_NUMBER, word)) for word in pipe.arguments]
+    plain = plain and (True, True) not in itertools.pairwise(numbers)
+    return _end_line(pipe.compute(" ".join(pipe.arguments))) if plain else None
+
+
+def _calculate_said(pipe: _Pipe) -> str | None:
+    if len(pipe.words[1]) > 1:
+        return None
+    return _calculate((echo_text if pipe.words[0][0] == "echo" else format_text)(pipe.arguments), pipe.compute)
 
 
 def _read_files(pipe: _Pipe) -> str | None:
@@ -192,7 +293,7 @@ def _read_files(pipe: _Pipe) -> str | None:
     if len(pipe.arguments) > 1 or name.startswith(("-", *_OF_MACHINE)):
         return None
     text = pipe.read(name)
-    return None if text is None else text.rstrip("\n")
+    return text
 
 
 def _leave_out_comments(pipe: _Pipe) -> str | None:
@@ -201,18 +302,26 @@ def _leave_out_comments(pipe: _Pipe) -> str | None:
     if options not in (["-v", "^#"], ["-vE", "^#"], ["-Ev", "^#"]) or name.startswith(_OF_MACHINE):
         return None
     text = pipe.read(name)
-    return None if text is None else "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-
-
-def _split_path(pipe: _Pipe) -> tuple[str, str]:
-    head, _, tail = pipe.arguments[0].rstrip("/").rpartition("/")
-    return head, tail
+    return None if text is None else "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("#"))
 
 
 def _read_base(pipe: _Pipe) -> str | None:
-    if not pipe.arguments:
+    words = pipe.arguments
+    if words[:1] == ["-s"] and len(words) == 3:
+        words = [words[2], words[1]]
+    if not 1 <= len(words) <= 2 or words[0].startswith("-"):
         return None
-    return _split_path(pipe)[1].removesuffix(pipe.arguments[1] if len(pipe.arguments) > 1 else "")
+    base = words[0].rstrip("/").rpartition("/")[2] or words[0][:1]
+    shorter = base.removesuffix(words[1] if len(words) > 1 else "")
+    return f"{shorter or base}\n"
+
+
+def _read_folder(pipe: _Pipe) -> str | None:
+    if len(pipe.arguments) != 1 or pipe.arguments[0].startswith("-"):
+        return None
+    path = pipe.arguments[0]
+    head, slash, _ = path.rstrip("/").rpartition("/")
+    return f"{head.rstrip('/') or ('/' if slash or path[:1] == '/' else '.')}\n"
 
 
 def _count(pipe: _Pipe) -> str | None:
@@ -221,26 +330,26 @@ def _count(pipe: _Pipe) -> str | None:
         return None
     numbers = [int(word) for word in pipe.arguments]
     first, step, last = {1: (1, 1, numbers[0]), 2: (numbers[0], 1, numbers[-1])}.get(len(numbers), tuple(numbers))
-    return "\n".join(map(str, count(first, last, step)))
+    return "".join(f"{number}\n" for number in count(first, last, step))
 
 
 def _read_date(pipe: _Pipe) -> str:
     formats = [word[1:] for word in pipe.arguments if word.startswith("+")]
-    return time.strftime(formats[0] if formats else "%Y-%m-%d")
+    return time.strftime(formats[0] if formats else "%Y-%m-%d") + "\n"
 
 
 #: programs of a pipe -> function that returns its output; None where it is not known
 _OUTPUTS: dict[tuple[str, ...], Callable[[_Pipe], str | None]] = {
     ("printf",): lambda pipe: format_text(pipe.arguments),
-    ("echo",): lambda pipe: " ".join(list_said(pipe.arguments)),
-    ("echo", "bc"): _calculate,
-    ("printf", "bc"): _calculate,
-    ("bc",): lambda pipe: None if pipe.input is None else pipe.compute(pipe.input),
+    ("echo",): lambda pipe: echo_text(pipe.arguments),
+    ("echo", "bc"): _calculate_said,
+    ("printf", "bc"): _calculate_said,
+    ("bc",): lambda pipe: None if pipe.arguments else _calculate(pipe.input, pipe.compute),
     ("cat",): _read_files,
     ("grep",): _leave_out_comments,
-    ("expr",): lambda pipe: pipe.compute(" ".join(pipe.arguments)),
+    ("expr",): _calculate_words,
     ("basename",): _read_base,
-    ("dirname",): lambda pipe: (_split_path(pipe)[0] or ".") if pipe.arguments else None,
+    ("dirname",): _read_folder,
     ("date",): _read_date,
     ("seq",): _count,
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mindspeed_rl.config.errors import ConfigError
 
 _OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", "|", "&", ";", "(", ")", "\n")
-_REDIRECTION = re.compile(r"(?:\d*|&)(<<<|<<-|<<|>>|>&|<&|<>|>\||>|<)")
+_REDIRECTION = re.compile(r"(\d*|&|\{[A-Za-z_]\w*\})(<<<|<<-|<<|>>|>&|<&|<>|>\||>|<)")
 #: beginnings of tokens for the input and the output of a command: a here-document, one whose text is expanded, a here-string
 #: that is expanded as a word, the file that is read, and the file that is written
 INPUT, EXPANDED_INPUT, INPUT_WORD, INPUT_FILE, OUTPUT = ("\1raw\1", "\1text\1", "\1word\1", "\1file\1", "\1out\1")
@@ -43,8 +43,8 @@ class Reader:
     def __init__(self, text: str, place: int = 0) -> None:
         self.text, self.place, self.line = text, place, 1
         self._tokens: list[Token] = []
-        #: here-documents whose text begins after this line: name and index of their token
-        self._documents: list[tuple[str, int]] = []
+        #: here-documents whose text begins after this line: name, index of their token, and whether it is without leading tabs
+        self._documents: list[tuple[str, int, bool]] = []
         self._in_test = False
 
     def read_tokens(self) -> list[Token]:
@@ -52,7 +52,7 @@ class Reader:
         while self.place < len(self.text):
             if self.text.startswith("\\\n", self.place):
                 self._skip(2)
-            elif self.text[self.place] in " \t":
+            elif self.text[self.place] in " \t" or (self._in_test and self._continues_test()):
                 self._skip(1)
             elif self.text[self.place] == "#":
                 self._skip_line()
@@ -60,6 +60,11 @@ class Reader:
                 self._read_token()
         # a document without a line after its command has no text
         return [token for token in self._tokens if token.text or token.is_operator]
+
+    def _continues_test(self) -> bool:
+        """Return whether a condition goes on behind the end of a line."""
+        joins = self._tokens[-1].text in ("&&", "||", "(", "[[", "!")
+        return self.text[self.place] == "\n" and (joins or self.text[self.place :].lstrip().startswith(("&&", "||", ")", "]]")))
 
     def _read_token(self) -> None:
         line = self.line
@@ -87,15 +92,20 @@ class Reader:
         line = self.line
         self._skip(len(match.group()))
         target = self._read_target()
-        if match.group(1) in ("<<", "<<-"):
-            self._documents.append((target, len(self._tokens)))
+        prefix, sign = match.groups()
+        if sign in ("<<", "<<-"):
+            self._documents.append((target, len(self._tokens), sign == "<<-"))
             self._tokens.append(Token("", line))
-        elif match.group(1) == "<<<":
+        elif sign == "<<<":
             self._tokens.append(Token(INPUT_WORD + target, line))
         elif match.group() in ("<", "0<") and target:
             self._tokens.append(Token(INPUT_FILE + target, line))
-        elif match.group() in (">", ">>") and target:
-            self._tokens.append(Token(f"{OUTPUT}{match.group()} {target}", line))
+        elif sign == ">&" and re.fullmatch(r"\d*-?", target):  # another output of the command
+            if prefix in ("", "1") and target not in ("", "1"):
+                self._tokens.append(Token(f"{OUTPUT}>& {target}", line))
+        elif sign in (">", ">|", ">>", ">&") and target:
+            way = ">>" if sign == ">>" else ">"
+            self._tokens.append(Token(f"{OUTPUT}{way if prefix in ('', '1', '&') else '2>'} {target}", line))
 
     def _read_process(self) -> str:
         """Return `<(...)` or `>(...)`, a file that a command writes or reads."""
@@ -106,22 +116,24 @@ class Reader:
 
     def _read_documents(self) -> None:
         line = self.line - 1
-        for target, index in self._documents:
+        for target, index, is_indented in self._documents:
             name = target.strip("'\"\\")
             kind = INPUT if name != target else EXPANDED_INPUT
-            self._tokens[index] = Token(kind + self._read_document(name), line)
+            self._tokens[index] = Token(kind + self._read_document(name, is_indented), line)
         self._documents = []
 
-    def _read_document(self, name: str) -> str:
+    def _read_document(self, name: str, is_indented: bool) -> str:
+        """Return the text of a here-document with the end of its last line; without leading tabs for `<<-`."""
         lines = []
         while self.place < len(self.text):
             end = self.text.find("\n", self.place)
             line = self.text[self.place : len(self.text) if end < 0 else end]
             self._skip(len(line) + 1)
-            if line.strip("\t ") == name:
+            line = line.lstrip("\t") if is_indented else line
+            if line == name:
                 break
-            lines.append(line)
-        return "\n".join(lines)
+            lines.append(f"{line}\n")
+        return "".join(lines)
 
     def _read_target(self) -> str:
         while self.text[self.place : self.place + 1] in (" ", "\t"):

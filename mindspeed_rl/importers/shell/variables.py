@@ -32,6 +32,8 @@ class Scope:
         exported: names of those that commands get.
         whole: names of those that are whole numbers (declare -i).
         references: name -> name of the variable that it stands for (declare -n).
+        lower, upper: names of those whose letters are small or large (declare -l, declare -u).
+        moved: folder that the script has changed to, which is PWD; None where it has not.
         exports_all: each variable that is set from here on is exported (set -a).
     """
 
@@ -40,6 +42,9 @@ class Scope:
     exported: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
     references: dict[str, str] = field(default_factory=dict)
+    lower: set[str] = field(default_factory=set)
+    upper: set[str] = field(default_factory=set)
+    moved: str | None = None
     exports_all: bool = False
     line: int = 1
 
@@ -55,6 +60,8 @@ class Scope:
     def find(self, name: str) -> Variable | None:
         """Return a variable; None where the script does not set it."""
         name = self.resolve(name)
+        if name == "PWD" and self.moved is not None:
+            return self.moved
         return self.known.get(name, self.variables.get(name))
 
     def read(self, name: str, *, blank_unset: bool = False) -> str:
@@ -78,6 +85,11 @@ class Scope:
     def mark(self, name: str) -> str:
         """Return what stands for a value that is not in the script."""
         return make_mark(name, self.line)
+
+    def mark_folder(self) -> str:
+        """Return what stands for the folder that this line changes to, unless the user has said it."""
+        name = f"PWD_{self.line}"
+        return self.known.get(name, self.mark(name))
 
     def mark_output(self) -> str:
         """Return what stands for the output of a program of this line."""

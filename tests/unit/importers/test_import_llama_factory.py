@@ -459,6 +459,18 @@ def test_a_script_trains_once(folder: Path, script: str) -> None:
         take(script)
 
 
+def test_the_value_that_decides_whether_it_trains_is_asked_for(folder: Path) -> None:
+    write(folder, {})
+    with pytest.raises(ConfigError, match="--set STAGE=VALUE"):
+        take('if [ "$STAGE" = sft ]; then llamafactory-cli train train.yaml; fi')
+
+
+def test_the_run_of_a_loop_that_is_taken_is_said(folder: Path) -> None:
+    write(folder, {})
+    script = "for x in 1 2; do llamafactory-cli train train.yaml learning_rate=${x}e-4; done"
+    assert "run 1 of 2 of the loop" in take(script).summarize()
+
+
 def test_what_each_node_runs_and_what_follows_training_is_one_training(folder: Path) -> None:
     write(folder, {})
     nodes = "\n".join(f"NNODES=2 NODE_RANK={rank} FORCE_TORCHRUN=1 llamafactory-cli train train.yaml" for rank in range(2))

@@ -123,6 +123,19 @@ def test_slime_divides_a_rollout_into_steps_and_averages_sequences() -> None:
     fail("slime", SLIME + "--num-rollout 10 --num-steps-per-rollout 4 --lr-warmup-iters 6", "not a whole number of rollouts")
 
 
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [
+        ("math", "mathruler's rules for the last box"),
+        ("deepscaler", "after </think>"),
+        ("f1", "the F1 score"),
+        ("dapo", "Minerva's rules, 1 or -1"),
+    ],
+)
+def test_slime_rewards_are_described_by_their_rules(kind: str, rules: str) -> None:
+    assert rules in take("slime", SLIME.replace("--rm-type math", f"--rm-type {kind}") + "--num-rollout 10").summarize()
+
+
 def test_slime_without_colocation_has_servers_and_its_second_script_is_one_rollout_ahead() -> None:
     apart = SLIME.replace("--colocate", "--rollout-num-gpus 4") + "--num-rollout 10 --global-batch-size 256"
     assert "trainer_mode" not in take("slime", apart).tree["rl_config"]

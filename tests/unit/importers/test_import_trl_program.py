@@ -69,6 +69,44 @@ def refuse(folder: Path, text: str, **variables: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("before", "argument", "after"),
+    [
+        ("cbs = []\ncbs.append(Stop())", "callbacks=cbs", ""),
+        ("cbs = []\ncbs.extend([Stop()])", "callbacks=cbs", ""),
+        ("cbs = []\ncbs += [Stop()]", "callbacks=cbs", ""),
+        ("cbs = []\nif model:\n    cbs += [Stop()]", "callbacks=cbs", ""),
+        ("cbs = []\ncbs[:] = [Stop()]", "callbacks=cbs", ""),
+        ("cbs = []\nfill(cbs)", "callbacks=cbs", ""),
+        ("", "", "trainer.add_callback(callback=Stop())"),
+        ("", "", "trainer.callback_handler.callbacks.append(Stop())"),
+        ("", "", "trainer.callback_handler.callbacks.insert(0, Stop())"),
+        ("class WandbCallback:\n    pass", "callbacks=[WandbCallback()]", ""),
+        ("from mine import WandbCallback", "callbacks=[WandbCallback()]", ""),
+        ("from transformers import EarlyStoppingCallback as PrinterCallback", "callbacks=[PrinterCallback()]", ""),
+        ("WandbCallback = Stop", "callbacks=[WandbCallback()]", ""),
+    ],
+)
+def test_a_callback_that_may_end_the_training_is_named(tmp_path: Path, before: str, argument: str, after: str) -> None:
+    given = f"    {argument}, peft_config" if argument else "    peft_config"
+    text = SFT.replace("trainer = ", f"{before}\ntrainer = ").replace("    peft_config", given)
+    assert "may end the training or change weights" in refuse(tmp_path, f"{text}\n{after}\n")
+
+
+def test_callbacks_that_only_show_are_left_out(tmp_path: Path) -> None:
+    before = "from transformers import ProgressCallback\ncbs = [ProgressCallback]\ncbs.append(ProgressCallback())"
+    text = SFT.replace("trainer = ", f"{before}\ntrainer = ").replace("    peft_config", "    callbacks=cbs, peft_config")
+    assert take(tmp_path, f"{text}\ntrainer.add_callback(ProgressCallback)\n").tree == take(tmp_path, SFT).tree
+
+
+def test_a_value_that_code_multiplies_is_computed_or_asked_for(tmp_path: Path) -> None:
+    text = GRPO.replace("    config.temperature = 0.9", "    config.temperature = 0.9\n    config.temperature *= 2 / 3")
+    assert take(tmp_path, text).get("generate_config.sampling_config.temperature") == pytest.approx(0.6)
+    text = GRPO.replace("    config.temperature = 0.9", "    config.learning_rate *= 2")
+    assert "write --set learning_rate=VALUE" in refuse(tmp_path, text)
+    assert "is set in a branch or a loop" in refuse(tmp_path, text.replace("config.learning", "if MODEL: config.learning"))
+
+
 def test_a_program_is_the_command_with_the_same_values(tmp_path: Path) -> None:
     run = take(tmp_path, GRPO)
     command = (

@@ -215,13 +215,59 @@ def test_endless_numbers_and_formats_are_texts(text: str) -> None:
         "envsubst < template.yaml > given.yaml",
         "cat > given.yaml <<EOF\nlearning_rate: 7e-5\nEOF",
         "python - <<EOF\nimport yaml\nyaml.safe_dump({}, open('given.yaml', 'w'))\nEOF",
+        "{ echo 'learning_rate: 7e-5'; } > given.yaml",
+        "(echo 'learning_rate: 7e-5') > given.yaml",
+        "for rate in 1 2; do echo $rate; done > given.yaml",
+        "f() { date; }; f > given.yaml",
+        "write >| given.yaml",
+        "write 1> given.yaml",
+        "write &> given.yaml",
+        "write >& given.yaml",
+        "write | tee given.yaml",
+        "write | sudo tee -a given.yaml",
+        "wget -q -O given.yaml https://host/given.yaml",
+        "curl https://host/given.yaml -o given.yaml",
+        "python make.py --output_file given.yaml",
+        "python make.py --out=given.yaml",
+        "rm given.yaml",
+        "> given.yaml",
+        "echo a >> $PWD/given.yaml",
+        "mv given.yaml other.yaml",
+        "mkdir -p sub; cd sub; echo a > ../given.yaml; cd ..",
+        "(cd sub; echo a > ../given.yaml)",
+        "mkdir sub; cd sub; echo a > given.yaml",
     ],
 )
 def test_a_file_of_options_that_the_script_changes_is_never_read_as_it_was(line: str, tmp_path: Path) -> None:
     (tmp_path / "given.yaml").write_text("model_name_or_path: m\n")
-    settings = ImportSettings(devices=8, folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"changes given.yaml before the command reads it"):
+    settings = ImportSettings(devices=8, folder=tmp_path, variables={"PWD": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"changes (\.\./)?given.yaml before the command reads it"):
         import_command(PROJECTS["trl"], f"{line}\ntrl sft --config given.yaml --dataset_name d", settings)
+
+
+def test_the_first_run_of_a_loop_has_all_commands_of_a_line() -> None:
+    functions = "f() { train a $1; train b $1; }; for i in 1 2; do f $i; done; train c"
+    for script in ("for i in 1 2; do echo $i; train a $i; train b $i; done; train c", functions):
+        commands = [command.words for command in read_script(script) if command.words[0] == "train"]
+        assert commands == [("train", "a", "1"), ("train", "b", "1"), ("train", "c")]
+
+
+@pytest.mark.parametrize("options", ["--config_path own --config_name mine", "--config_name=mine.yaml --config_path=own"])
+def test_a_file_that_a_program_finds_by_two_options_is_compared_too(options: str, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.yaml").write_text("a: 1\n")
+    command = f"cd own\necho 'a: 2' > mine.yaml\ncd ..\npython examples/start_sft_pipeline.py {options}"
+    with pytest.raises(ConfigError, match=r"line 2 changes \S*own/mine.yaml before the command reads it"):
+        import_command(PROJECTS["roll"], command, ImportSettings(devices=8, folder=tmp_path))
+
+
+def test_files_of_other_programs_than_the_training_may_change(tmp_path: Path) -> None:
+    for name in ("rows.json", "prepare.yaml"):
+        (tmp_path / name).write_text('{"a": 1}\n')
+    script = "echo '{}' > rows.json\necho 'b: 1' > prepare.yaml\npython prepare.py rows.json --config prepare.yaml\n"
+    settings = ImportSettings(devices=8, folder=tmp_path, accepted=frozenset(["trained_tokens"]))
+    training = "trl sft --dataset_name d --model_name_or_path m --learning_rate 3e-5"
+    assert import_command(PROJECTS["trl"], script + training, settings).tree["actor_config"]["lr"] == 3e-5
 
 
 def test_a_file_of_options_that_the_script_writes_as_it_is_here_is_read(tmp_path: Path) -> None:
