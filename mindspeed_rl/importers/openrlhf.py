@@ -113,8 +113,8 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         per_node = next((name for name in ("num_gpus", "nproc_per_node") if name in counts), None)
         nodes = next((name for name in ("num_nodes", "nnodes") if name in counts), None)
         devices = 1
-        for name in (per_node, nodes) if per_node else ():
-            devices *= read_count(f"--{name}", counts[name]) if name else 1
+        for name in filter(None, (per_node, nodes)):
+            devices *= read_count(f"--{name}", counts[name])
     return replace(parsed, devices=devices)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ _STARTERS: Final = frozenset(
 )
 #: programs that start them in a container or on another machine
 _ELSEWHERE: Final = frozenset("docker podman nerdctl nvidia-docker kubectl pdsh".split())
+_BETWEEN_COMMANDS = re.compile(r"[;&|(){}\n]+")
 #: programs whose words are their own
 _PROGRAMS: Final = ("python", "torchrun", "accelerate", "deepspeed")
 
@@ -115,7 +117,7 @@ def find_inner(words: Sequence[str], stdin: str | None, read_file: Callable[[str
         if any("c" in option for option in options if not option.startswith("--")):
             starts_here = shell == 0 or Path(words[0]).name in _STARTERS
             zero = "".join(rest[1:2])
-            return InnerScript(rest[0], rest[2:], starts_here, zero=zero) if rest and not list_unknown(rest[0]) else None
+            return InnerScript(rest[0], rest[2:], starts_here, zero=zero) if rest and _names_commands(rest[0]) else None
         if stdin is not None and any("s" in option for option in options if not option.startswith("--")):
             return InnerScript(stdin, rest, shell == 0)
     if words[0] == "ssh":
@@ -127,6 +129,11 @@ def find_inner(words: Sequence[str], stdin: str | None, read_file: Callable[[str
         return None
     is_script = call[0].endswith(".sh") or call[1] or (text.startswith("#!") and "sh" in text.partition("\n")[0])
     return InnerScript(text, call[2], Path(words[0]).name not in _ELSEWHERE, call[0]) if is_script else None
+
+
+def _names_commands(text: str) -> bool:
+    """Return True for a text in which unknown values are words of commands, and none begins one, which may be anything."""
+    return not any(list_unknown(command.split()[0]) for command in _BETWEEN_COMMANDS.split(text) if command.strip())
 
 
 def find_call(words: Sequence[str]) -> tuple[str, bool, list[str]] | None:

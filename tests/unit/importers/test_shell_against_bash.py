@@ -128,6 +128,7 @@ d" "${N:-'q r'}" ${N:-'q r'} "${N:-"q r"}"
 
 #: what only a machine decides, with what it is about at the end of a command
 ASKED = [
+    'srun bash -c "cd sub; train -m x --nodes $NOT_HERE"',
     "[ -f /absent ] || X=1; train ${X:-0}",
     "[ -f /absent ] || { X=1; Y=2; }; train $X",
     "[ -f /absent ] && X=1 || X=2; train $X",
