@@ -40,7 +40,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Step:
-    """What a side measured of one step.
+    """Measurements of one step by one trainer.
 
     Attributes:
         seconds, cpu_s: on the clock, and of the processor.

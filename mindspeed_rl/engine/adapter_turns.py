@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed_rl.engine.offload import collect_storages
 from mindspeed_rl.engine.train_engine import TrainEngine
 
-#: entries of a group of an optimizer that are its own; the others are those of the run's keys
+#: entries of an optimizer's parameter group that each adapter has for itself; the others follow the keys of the run
 _GROUP_ENTRIES = ("step",)
 
 

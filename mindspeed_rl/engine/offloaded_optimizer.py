@@ -472,13 +472,28 @@ class OffloadedOptimizer:
 
 def _step_fused(weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
     """AdamW by torch's vectorised kernel."""
+    step_adamw(weight, gradient, (states["exp_avg"], states["exp_avg_sq"]), group, group["step"])
+
+
+def step_adamw(
+    weight: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], group: Mapping[str, Any], step: float
+) -> None:
+    """Update a weight and its moments in place, by torch's fused AdamW.
+
+    Args:
+        weight, gradient: of one shape, in float32.
+        moments: first and second, in float32.
+        group: parameter group: lr, betas, weight_decay, eps.
+        step: number of this update, from 1 on.
+    """
+    first, second = moments
     torch._fused_adamw_(
         [weight],
         [gradient],
-        [states["exp_avg"]],
-        [states["exp_avg_sq"]],
+        [first],
+        [second],
         [],
-        [torch.tensor(float(group["step"]))],
+        [torch.tensor(float(step), device=weight.device)],
         lr=float(group["lr"]),
         beta1=group["betas"][0],
         beta2=group["betas"][1],

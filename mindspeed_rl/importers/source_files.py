@@ -87,11 +87,11 @@ def refuse_changed(command: Command, path: Path, name: str = "") -> None:
         return
     own = os.path.normpath(os.path.join(command.directory, name)) if name else ""
     start = f"{command.environment.get('PWD', '')}/"
-    apart = replace(command, directory="")
+    undirected = replace(command, directory="")
     for changed, (line, text) in command.changed.items():
         if Path(changed).name != path.name:
             continue
-        places = [folder / changed for folder in list_folders(apart)]
+        places = [folder / changed for folder in list_folders(undirected)]
         if changed not in (own, own.removeprefix(start)) and not any(
             place.is_file() and place.resolve() == path.resolve() for place in places
         ):

@@ -335,11 +335,11 @@ def _check_lengths(config: MegatronConfig, key: str, location: str, prefix: Path
         rows = InstructionDataset(prefix, seq_length=limit, pad_id=pad_id)
         some = long[:: max(1, len(long) // _READ_ROWS)]
         emptied = rows.count_cut(some)[1] / max(1, len(some))
-        told = f"of {key} ({location}); {advice}"
+        source = f"of {key} ({location}); {advice}"
         if emptied == 1 and num_long == len(lengths) and rows.count_cut(long)[1] == num_long:
-            raise ValueError(f"{where} cuts off the trained tokens of all {num_long:,} rows {told}")
+            raise ValueError(f"{where} cuts off the trained tokens of all {num_long:,} rows {source}")
         if (count := round(emptied * num_long)) > len(lengths) - count:
-            yield f"{where} cuts off the trained tokens of about {count:,} of {len(lengths):,} rows {told}"
+            yield f"{where} cuts off the trained tokens of about {count:,} of {len(lengths):,} rows {source}"
         return
     if num_long == len(lengths):
         raise ValueError(f"{where} leaves out all {num_long:,} rows of {key} ({location}): {advice}")

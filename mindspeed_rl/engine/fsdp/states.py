@@ -25,7 +25,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.fsdp.lora import get_rows
 from mindspeed_rl.engine.fsdp.model import ShardedModel
 from mindspeed_rl.engine.gradient_sums import copy_rounded
-from mindspeed_rl.engine.offloaded_optimizer import SLICE, OffloadedOptimizer, choose_offloaded
+from mindspeed_rl.engine.offloaded_optimizer import SLICE, OffloadedOptimizer, choose_offloaded, step_adamw
 
 #: moments of AdamW, by their names in torch
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -126,21 +126,7 @@ class LeanAdamW(torch.optim.AdamW):
         for start in range(0, weight.numel(), SLICE):
             part = slice(start, start + SLICE)
             exact = [moment[part].float() for moment in moments]
-            torch._fused_adamw_(
-                [weight[part]],
-                [slope[part]],
-                [exact[0]],
-                [exact[1]],
-                [],
-                [torch.tensor(float(self.num_steps), device=weight.device)],
-                lr=float(group["lr"]),
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
+            step_adamw(weight[part], slope[part], (exact[0], exact[1]), group, self.num_steps)
             for moment, values in zip(moments, exact):
                 copy_rounded(moment[part], values, generator)
 

@@ -246,7 +246,7 @@ class _Interpreter:
             start = start if is_piped else len(self.commands)
             if is_piped or pipes:  # each of them runs in a shell of its own
                 status = self._run_piped(node, start if is_piped else None)
-            elif node.is_apart:
+            elif node.in_background:
                 with self._own_shell():
                     status = self._run_node(node)
             else:
@@ -258,7 +258,9 @@ class _Interpreter:
         """Follow a command or a construct, with the files that the construct writes."""
         count = len(self.commands)
         status = _NODES[node.kind](self, node)
-        for word in node.redirections if node.kind != "function" else ():
+        if node.kind == "function":  # its redirections are those of its calls
+            return status
+        for word in node.redirections:
             if word.startswith(OUTPUT):
                 way, _, target = word.removeprefix(OUTPUT).partition(" ")
                 said = [read_output([command], self._read_file, self.words.compute, "") for command in self.commands[count:]]

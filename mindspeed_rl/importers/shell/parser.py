@@ -23,8 +23,8 @@ class Node:
         parts: lists of nodes: for "if" conditions and bodies in turn, the last without a condition is else.
         patterns: patterns of "case", one list of patterns a body.
         redirections: of a construct, behind it; those of a command are among its words.
-        place: index of its first word or operator, which tells commands of a line apart.
-        is_apart: it runs in the background, in a shell of its own.
+        place: index of its first word or operator, by which commands of one line differ.
+        in_background: it runs in the background, in a shell of its own.
         ends: of "case", what follows each body: ";;", ";&" or ";;&"; of "while" and "until" the word itself.
     """
 
@@ -36,7 +36,7 @@ class Node:
     patterns: tuple[tuple[str, ...], ...] = ()
     ends: tuple[str, ...] = ()
     redirections: tuple[str, ...] = ()
-    is_apart: bool = False
+    in_background: bool = False
     place: int = 0
 
 
@@ -49,10 +49,10 @@ def parse(text: str) -> list[Node]:
     return _Parser(read_tokens(text.replace("\r\n", "\n"))).parse_list(())
 
 
-def _put_apart(nodes: list[Node]) -> None:
+def _put_in_background(nodes: list[Node]) -> None:
     """Put the last command and those that `&&`, `||` and `|` join with it into the background."""
     for place in range(len(nodes) - 1, -1, -1):
-        nodes[place] = replace(nodes[place], is_apart=True)
+        nodes[place] = replace(nodes[place], in_background=True)
         if nodes[place].link == ";":
             return
 
@@ -75,7 +75,7 @@ class _Parser:
             if token.is_operator and token.text not in ("(",):
                 self.place += 1
                 if token.text == "&":
-                    _put_apart(nodes)
+                    _put_in_background(nodes)
                 link = token.text if token.text in ("&&", "||", "|") else link if token.text == "\n" and link != ";" else ";"
                 continue
             start = self.place

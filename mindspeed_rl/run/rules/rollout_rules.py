@@ -221,22 +221,34 @@ def _roles_of_episodes(run: Run) -> Iterator[Broken]:
         yield violate("roles_mode", text, {"trainer_mode": "sync"}, keys=given)
 
 
+def _find_other_loop(run: Run, key: str) -> str | None:
+    """Return the sentence for a key of roles in a run without their loop; None where it has it."""
+    if run.rl.agent_loop_name == "roles":
+        return None
+    return f"[{key}:name] needs multi_turn_enable and [agent_loop:name]: roles, the loop whose turns belong to roles"
+
+
+def _find_other_push(run: Run, key: str, reason: str) -> str | None:
+    """Return the sentence for a key of roles whose engine gets no adapters; None where it does."""
+    if run.generate.lora_push == "adapter":
+        return None
+    return f"[{key}:name] needs [lora_push:name]: adapter and adapters (lora_target_modules): {reason}"
+
+
 @needs("rl_config", "generate_config")
 def _opponents(run: Run) -> Iterator[Broken]:
     """Check runs in which earlier weights of the actor play roles."""
     if not run.rl.opponents.roles:
         return
     key, none = {_OPPONENTS: run.rl.opponents.roles}, {_OPPONENTS: []}
-    if run.rl.agent_loop_name != "roles":
-        text = f"[{_OPPONENTS}:name] needs multi_turn_enable and [agent_loop:name]: roles, the loop whose turns belong to roles"
+    if (text := _find_other_loop(run, _OPPONENTS)) is not None:
         yield violate("opponents_loop", text, none, keys=key)
-    if run.generate.lora_push != "adapter":
-        text = (
-            f"[{_OPPONENTS}:name] needs [lora_push:name]: adapter and adapters (lora_target_modules): "
-            "opponents of full weights would need another engine for each snapshot (14 GiB of a device for 7B, where an "
-            "adapter of rank 16 has 0.08) or a weight sync between any two turns; a server of an exported checkpoint can be "
-            "asked by the environment"
-        )
+    reason = (
+        "opponents of full weights would need another engine for each snapshot (14 GiB of a device for 7B, where an "
+        "adapter of rank 16 has 0.08) or a weight sync between any two turns; a server of an exported checkpoint can be "
+        "asked by the environment"
+    )
+    if (text := _find_other_push(run, _OPPONENTS, reason)) is not None:
         yield violate("opponents_adapters", text, none, keys=key)
 
 
@@ -265,14 +277,10 @@ def _role_adapters(run: Run) -> Iterator[Broken]:
             )
     if wrong is not None:
         yield violate("role_adapters_names", wrong, none, keys=key)
-    if rl.agent_loop_name != "roles":
-        text = f"[{_ADAPTERS}:name] needs multi_turn_enable and [agent_loop:name]: roles, the loop whose turns belong to roles"
+    if (text := _find_other_loop(run, _ADAPTERS)) is not None:
         yield violate("role_adapters_loop", text, none, keys=key)
-    if run.generate.lora_push != "adapter":
-        text = (
-            f"[{_ADAPTERS}:name] needs [lora_push:name]: adapter and adapters (lora_target_modules): the rollout engine holds "
-            "the adapters of all roles next to one base"
-        )
+    reason = "the rollout engine holds the adapters of all roles next to one base"
+    if (text := _find_other_push(run, _ADAPTERS, reason)) is not None:
         yield violate("role_adapters_push", text, none, keys=key)
     if not actor.lora_ckpt_filter:
         text = (
