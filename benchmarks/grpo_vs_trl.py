@@ -10,12 +10,12 @@
 --model is the folder of SmolLM2-135M-Instruct that `examples/real_model/make_model.sh` makes, for the size 135M: prompts are
 questions in its chat template, 60 tokens or so. Other models have random weights and a vocabulary of 128 characters.
 
-Responses have exactly so many tokens, or (`varying`) end where the end token is drawn: about one in 128, so half are shorter
-than 90 or so, and one in eight is cut at 256. Neither side has a reference model, and both make one optimizer step an iteration.
-Ours runs with one worker or two, and with as many tokens in a forward pass, as SETTINGS says, where both numbers of workers were
-tried before; TRL runs twice, with all completions at a time and with a quarter of them, and its faster run counts. In bfloat16
-ours keeps float32 main weights and TRL has a model of only bfloat16, which is its fastest setting here. Seconds an iteration are
-medians without the first one, memory is the sum over all processes (PSS).
+Responses have exactly so many tokens, or (`varying`) end where the end token is drawn: about one in 128, so half are
+shorter than 90 or so, and one in eight is cut at 256. Neither side has a reference model, and both make one optimizer step
+an iteration. Ours runs with one worker or two, and with as many tokens in a forward pass, as SETTINGS says, where both
+numbers of workers were tried before; TRL runs twice, with all completions at a time and with a quarter of them, and its
+faster run counts. In bfloat16 ours keeps float32 main weights and TRL has a model of only bfloat16, which is its fastest
+setting here. Seconds an iteration are medians without the first one, memory is the sum over all processes (PSS).
 """
 
 from __future__ import annotations
