@@ -122,6 +122,7 @@ def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) 
         "rl_config.log_probs_diff_limit": "null",  # bfloat16's is above the run file's limit
         "generate_config.dtype": cell.precision,
         "generate_config.max_num_seqs": min(128, cell.completions // setting.workers),
+        "rl_config.max_prompt_length": PROMPT_ROOM[cell.size in SHAPES],
         "generate_config.max_model_len": cell.tokens + PROMPT_ROOM[cell.size in SHAPES],
         "generate_config.kv_cache_memory_gib": "null",
         "generate_config.sampling_config.max_tokens": cell.tokens,
