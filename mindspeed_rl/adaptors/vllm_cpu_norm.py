@@ -6,8 +6,8 @@
 
 vLLM has the kernels and takes them on GPUs only. What they do not know (a variance of part of a row, no weight, a weight of
 another format) stays as it was, and so does bfloat16 without AVX-512: there they cut its digits off, and do not round, which
-doubles the error of what is added up along the layers. With it they round once, where the operators round twice. It can go when vLLM's CPU platform takes them itself; `tests/unit/adaptors`
-fails then.
+doubles the error of what is added up along the layers. With it they round once, where the operators round twice. It can go when
+vLLM's CPU platform takes them itself; `tests/unit/adaptors` fails then.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 | their count | Scheduler.update_from_output | it counts one computed token a turn |
 | room | Scheduler.num_lookahead_tokens | blocks for the tokens of a whole turn |
 | seeds | TopKTopPSampler.forward_cpu | each token's seed is a call of its request's generator, and a tensor read back |
-| ranks of tokens | sampler.batched_count_greater_than | of a response's log-probs; sums of truth values take five times as long as of numbers |
+| ranks of tokens | sampler.batched_count_greater_than | sums of truth values take five times as long as of numbers |
 
 After a turn of one token for each request, the runner continues with the tokens it has just sampled, up to _STEPS of them, as
 long as few requests have finished; the scheduler takes a turn's tokens as in speculative decoding, and
