@@ -76,11 +76,13 @@ def say(what: str, mine: Measured, theirs: Measured) -> None:
     print(f"where our {mine.iteration_s:.2f} s go: {mine.notes}", flush=True)
 
 
-def options_parser(description: str | None, sizes: Sequence[str], iterations: int) -> argparse.ArgumentParser:
-    """The options of both, with these defaults."""
+def options_parser(
+    description: str | None, sizes: Sequence[str], iterations: int, others: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """The options of both, with these defaults; `others` are sizes that only run where they are asked for."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True, help="python of an environment with TRL")
-    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(sizes))
+    parser.add_argument("--sizes", nargs="+", choices=[*SHAPES, *others], default=list(sizes))
     parser.add_argument("--precisions", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--iterations", type=int, default=iterations)
     return parser

@@ -153,9 +153,7 @@ def run_trl(settings: dict[str, Any]) -> None:
             return loss
 
     model = AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32)
-    rows = [
-        {"input_ids": ids, "completion_mask": [0] * prompt + [1] * (len(ids) - prompt)} for ids, prompt in settings["rows"]
-    ]
+    rows = [{"input_ids": ids, "completion_mask": [0] * prompt + [1] * (len(ids) - prompt)} for ids, prompt in settings["rows"]]
     arguments = SFTConfig(
         output_dir=settings["folder"] + ".trl",
         per_device_train_batch_size=settings["micro_batch"],
@@ -257,9 +255,7 @@ def compare(size: str, folder: Path, precision: str, options: argparse.Namespace
     count, micro_batch, longest = BATCHES[size]
     rows = make_rows(json.loads((folder / "config.json").read_text())["vocab_size"], count, longest)
     settings = work / f"{size}-{precision}.json"
-    settings.write_text(
-        json.dumps({"folder": str(folder), "precision": precision, "rows": rows, "micro_batch": micro_batch})
-    )
+    settings.write_text(json.dumps({"folder": str(folder), "precision": precision, "rows": rows, "micro_batch": micro_batch}))
     found: dict[str, list[Step]] = {side: [] for side in options.sides}
     with contextlib.ExitStack() as stack:
         steps = {

@@ -4,18 +4,23 @@
     /tmp/trl/bin/pip install torch==2.13.0+cpu -r benchmarks/requirements-trl-train.txt transformers==5.19.0
     .venv/bin/python benchmarks/grpo_vs_trl.py --trl-python /tmp/trl/bin/python [--sizes 0.8M 30M 100M]
         [--precisions float32 bfloat16] [--lengths 64 256 varying] [--iterations 5]
+    .venv/bin/python benchmarks/grpo_vs_trl.py --trl-python /tmp/trl/bin/python --model FOLDER --sizes 135M
+        --precisions bfloat16 --lengths 32 128 --iterations 4
 
-Models have random weights and a vocabulary of 128 characters. Responses have exactly so many tokens, or (`varying`) end where
-the end token is drawn: about one in 128, so half are shorter than 90 or so, and one in eight is cut at 256. Neither side
-has a reference model, and both make one optimizer step an iteration. Ours runs with one worker or two, and with as many tokens
-in a forward pass, as SETTINGS says, where both numbers of workers were tried before; TRL runs twice, with all completions at a
-time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps float32 main weights and TRL has a model of
-only bfloat16, which is its fastest setting here. Seconds an iteration are medians without the first one, memory is the sum
-over all processes (PSS).
+--model is the folder of SmolLM2-135M-Instruct that `examples/real_model/make_model.sh` makes, for the size 135M: prompts are
+questions in its chat template, 60 tokens or so. Other models have random weights and a vocabulary of 128 characters.
+
+Responses have exactly so many tokens, or (`varying`) end where the end token is drawn: about one in 128, so half are
+shorter than 90 or so, and one in eight is cut at 256. Neither side has a reference model, and both make one optimizer step
+an iteration. Ours runs with one worker or two, and with as many tokens in a forward pass, as SETTINGS says, where both
+numbers of workers were tried before; TRL runs twice, with all completions at a time and with a quarter of them, and its
+faster run counts. In bfloat16 ours keeps float32 main weights and TRL has a model of only bfloat16, which is its fastest
+setting here. Seconds an iteration are medians without the first one, memory is the sum over all processes (PSS).
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -26,9 +31,11 @@ from tiny_run import SHAPES, make_model, make_task, preprocess
 
 GROUP = 8
 #: completions of an iteration by size of the model
-COMPLETIONS = {"0.8M": 256, "30M": 64, "100M": 16}
+COMPLETIONS = {"0.8M": 256, "30M": 64, "100M": 16, "135M": 64}
 VARYING, LONGEST = "varying", 256
 SHORTEST, CORES = 64, 2
+#: tokens of a prompt at most: of a chat, and of a sum
+PROMPT_ROOM = {False: 128, True: 32}
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ SETTINGS = {
     ("30M", "bfloat16"): {"64": Setting(2, 1250), "256": Setting(2, 1250), VARYING: Setting(2, 1250)},
     ("100M", "float32"): {"64": Setting(1, 640), "256": Setting(1, 1250), VARYING: Setting(1, 1250)},
     ("100M", "bfloat16"): {"64": Setting(1, 640), "256": Setting(1, 1250), VARYING: Setting(1, 1250)},
+    ("135M", "bfloat16"): {"64": Setting(1, 1250), "256": Setting(1, 1250), VARYING: Setting(1, 1250)},
 }
 TIMINGS = {"rollout": "rollout", "rewards": "rule_reward", "advantages": "adv", "update": "update", "push": "update_weights"}
 
@@ -114,7 +122,8 @@ def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) 
         "rl_config.log_probs_diff_limit": "null",  # bfloat16's is above the run file's limit
         "generate_config.dtype": cell.precision,
         "generate_config.max_num_seqs": min(128, cell.completions // setting.workers),
-        "generate_config.max_model_len": cell.tokens + 32,
+        "rl_config.max_prompt_length": PROMPT_ROOM[cell.size in SHAPES],
+        "generate_config.max_model_len": cell.tokens + PROMPT_ROOM[cell.size in SHAPES],
         "generate_config.kv_cache_memory_gib": "null",
         "generate_config.sampling_config.max_tokens": cell.tokens,
         "generate_config.sampling_config.ignore_eos": str(cell.length != VARYING).lower(),
@@ -136,14 +145,24 @@ def trl(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int, p
         "group": GROUP,
         "rows": cell.completions,
         "tokens": cell.tokens,
+        "chat": cell.size not in SHAPES,
         "fixed": cell.length != VARYING,
         "iterations": iterations,
     }
     return run_trl(folder, "grpo", settings, python, (cell.completions, max(GROUP, cell.completions // 4)))
 
 
+def write_questions(rows: Path, output: Path) -> Path:
+    """The sums of the task in words."""
+    lines = [json.loads(line) for line in rows.read_text().splitlines()[:2000]]
+    words = "Add the two numbers, digit by digit from the right, and write nothing but their sum: "
+    output.write_text("".join(json.dumps({**row, "instruction": words + row["instruction"]}) + "\n" for row in lines))
+    return output
+
+
 def main() -> None:
-    parser = options_parser(__doc__, list(SHAPES), iterations=5)
+    parser = options_parser(__doc__, list(SHAPES), iterations=5, others=["135M"])
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct, for 135M")
     parser.add_argument("--lengths", nargs="+", default=["64", "256", VARYING])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -151,9 +170,15 @@ def main() -> None:
         task = make_task(folder / "task")
         rows = task / "raw" / "train.jsonl"
         words = ("--dataset-additional-keys", "labels")
-        prompts = preprocess(task, rows, task / "data" / "train", "R1AlpacaStyleInstructionHandler", *words)
+        prompts = preprocess(task / "model", rows, task / "data" / "train", "R1AlpacaStyleInstructionHandler", *words)
         for size in options.sizes:
-            model = make_model(task, folder / size, SHAPES[size])
+            if size in SHAPES:
+                model = make_model(task, folder / size, SHAPES[size])
+            elif options.model is None:
+                parser.error("--model: needed for 135M")
+            else:
+                model, rows = options.model.resolve(), write_questions(rows, folder / "questions.jsonl")
+                prompts = preprocess(model, rows, folder / "questions", "R1AlpacaStyleInstructionHandler", *words)
             for number, (precision, length) in enumerate((p, n) for p in options.precisions for n in options.lengths):
                 cell, place = Cell(size, precision, length), folder / f"{size}_{number}"
                 mine = ours(place.with_name(f"ours_{place.name}"), cell, model, prompts, options.iterations)

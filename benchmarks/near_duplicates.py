@@ -1,6 +1,6 @@
 """Time and memory of near duplicates: `mindspeed_rl.audit.near_duplicates` against datasketch (envs/cpu/extras.sh).
 
-    python benchmarks/near_duplicates.py ROWS.jsonl COLUMN
+python benchmarks/near_duplicates.py ROWS.jsonl COLUMN
 """
 
 from __future__ import annotations

@@ -86,11 +86,11 @@ def watched(command: Sequence[str], log: Path, environment: Mapping[str, str], w
     return Watched(first_s, time.monotonic() - begun, sum(cpu.values()), memory / 2**30)
 
 
-def preprocess(task: Path, rows: Path, prefix: Path, handler: str, *words: str) -> Path:
-    """Token ids of these rows under `prefix`, which is returned."""
+def preprocess(tokenizer: Path, rows: Path, prefix: Path, handler: str, *words: str) -> Path:
+    """Token ids of these rows by this folder's tokenizer under `prefix`, which is returned."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     command = [str(ROOT / ".venv/bin/mindspeed-rl"), "preprocess", "--tokenizer-type", "PretrainedFromHF"]
-    command += ["--tokenizer-name-or-path", str(task / "model"), "--input", str(rows), "--output-prefix", str(prefix)]
+    command += ["--tokenizer-name-or-path", str(tokenizer), "--input", str(rows), "--output-prefix", str(prefix)]
     command += ["--prompt-type", "hf", "--handler-name", handler, *words]
     subprocess.run(command, check=True, capture_output=True)
     return prefix

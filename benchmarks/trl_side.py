@@ -51,10 +51,16 @@ def common(settings: dict[str, Any], output: str) -> dict[str, Any]:
 def grpo(settings: dict[str, Any], output: str, known: dict[str, Any]) -> GRPOTrainer:
     """A trainer of the task's prompts, rewarded for exact answers, which a model of random weights hardly ever gives."""
     rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
-    dataset = Dataset.from_list([{"prompt": row["instruction"], "answer": row["output"]} for row in rows])
+    chat = settings["chat"]
 
-    def exact(completions: list[str], answer: list[str], **unused: object) -> list[float]:
-        return [float(text.strip() == right) for text, right in zip(completions, answer)]
+    def prompt(text: str) -> Any:
+        return [{"role": "user", "content": text}] if chat else text
+
+    dataset = Dataset.from_list([{"prompt": prompt(row["instruction"]), "answer": row["output"]} for row in rows])
+
+    def exact(completions: list[Any], answer: list[str], **unused: object) -> list[float]:
+        texts = [completion[0]["content"] if chat else completion for completion in completions]
+        return [float(text.strip() == right) for text, right in zip(texts, answer)]
 
     config = GRPOConfig(
         **common(settings, output),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config.device_limits import HEAD_ROWS
+
+#: (student's log-probs [n, k], teacher's) -> results [n]
+_Divergence = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,30 @@ class VocabHead:
         count, size = weight.size(0), self.vocab_chunk_size or weight.size(0)
         return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
+    def split_product(self, product: Tensor) -> list[slice]:
+        """Return the blocks of a product's tokens whose logits are computed with at one time."""
+        count, size = len(product), platform.current().logit_block or product.numel()
+        tokens = max(size // max(product.size(1), 1), 1)
+        return [slice(start, min(start + tokens, count)) for start in range(0, count, tokens)] or [slice(0, 0)]
+
     def compute_logits(self, hidden: Tensor, weight: Tensor, rows: slice) -> Tensor:
-        """Compute the logits of these rows of the weight, [n, rows] float32, a new tensor.
+        """Compute the logits of these rows of the weight, [n, rows] float32, a new tensor."""
+        return self.scale(self.multiply(hidden, weight, rows), weight, rows)
+
+    def multiply(self, hidden: Tensor, weight: Tensor, rows: slice) -> Tensor:
+        """Compute the product with these rows of the weight, [n, rows] of the inputs' format or float32, a new tensor."""
+        if self.frozen is None:
+            return self._multiply(hidden, weight[rows])
+        width = self.frozen.size(1)
+        frozen, trained = self._multiply(hidden[:, :width], self.frozen[rows]), self._multiply(hidden[:, width:], weight[rows])
+        return frozen.float() + trained.float()
+
+    def scale(self, product: Tensor, weight: Tensor, rows: slice) -> Tensor:
+        """Return the logits, float32, of some tokens' product with these rows of the weight; a float32 product is overwritten.
 
         Padding of the vocabulary gets no probability.
         """
-        if self.frozen is None:
-            logits = self._multiply(hidden, weight[rows])
-        else:
-            width = self.frozen.size(1)
-            logits = self._multiply(hidden[:, :width], self.frozen[rows]) + self._multiply(hidden[:, width:], weight[rows])
+        logits = product.float()
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.temperature != 1.0:
@@ -79,11 +96,11 @@ class VocabHead:
         return logits
 
     def _multiply(self, hidden: Tensor, part: Tensor) -> Tensor:
-        """Compute [n, rows] float32."""
+        """Compute [n, rows]."""
         if self.in_float32 and hidden.dtype != torch.float32:
             multiply = platform.current().float32_product
             return adaptors.multiply_rows(lambda tokens: multiply(tokens, part), hidden)
-        return adaptors.multiply_rows(lambda tokens: tokens @ part.t(), hidden).float()
+        return adaptors.multiply_rows(lambda tokens: tokens @ part.t(), hidden)
 
     def select_trained(self, hidden: Tensor) -> Tensor:
         """Return the columns of the hidden states that the weight multiplies."""
@@ -143,22 +160,35 @@ class _Sums:
         Args:
             ids: [n, k] token ids, of any rank.
         """
-        first, parts = head.first_id(weight), head.split_vocab(weight)
+        parts = head.split_vocab(weight)
         sums: _Sums | None = None
         for rows in parts:
-            logits = head.compute_logits(hidden, weight, rows)
-            top = head.find_maxima(logits)
-            if sums is not None:
-                top = torch.maximum(top, sums.top)
-            shifted = logits.sub_(top[:, None])
-            at = _gather(shifted, ids, first + rows.start)  # before `shifted` is overwritten
-            found = None if len(parts) == 1 else _locate(ids, first + rows.start, shifted.size(1))[1]
-            weights = shifted.exp()
-            # weights of padding are exactly 0, their logits are huge but finite: the product is 0
-            part = cls(top, adaptors.sum_rows(weights, head.group), shifted.mul_(weights).sum(-1), at, found)
+            product, blocks, first = head.multiply(hidden, weight, rows), [], head.first_id(weight) + rows.start
+            for block in head.split_product(product):
+                logits = head.scale(product[block], weight, rows)
+                top = head.find_maxima(logits)
+                if sums is not None:
+                    top = torch.maximum(top, sums.top[block])
+                shifted = logits.sub_(top[:, None])
+                at = _gather(shifted, ids[block], first)  # before `shifted` is overwritten
+                found = None if len(parts) == 1 else _locate(ids[block], first, shifted.size(1))[1]
+                weights = shifted.exp()
+                # weights of padding are exactly 0, their logits are huge but finite: the product is 0
+                total, weighted = adaptors.sum_rows(weights, head.group), shifted.mul_(weights).sum(-1)
+                blocks.append(cls(top, total, weighted, at, found))
+            part = cls._join(blocks)
             sums = part if sums is None else sums._add(part)
         assert sums is not None  # a rank has rows
         return sums
+
+    @classmethod
+    def _join(cls, blocks: Sequence[_Sums]) -> _Sums:
+        """Return the sums of blocks of tokens as those of all of them."""
+        if len(blocks) == 1:
+            return blocks[0]
+        found = [block.found for block in blocks if block.found is not None]
+        top, total, weighted, at = zip(*((block.top, block.total, block.weighted, block.at) for block in blocks))
+        return cls(torch.cat(top), torch.cat(total), torch.cat(weighted), torch.cat(at), torch.cat(found) if found else None)
 
     def _add(self, other: _Sums) -> _Sums:
         """Return both together; the other has the larger maxima."""
@@ -219,8 +249,9 @@ class _VocabLogProbs(torch.autograd.Function):
     `divergence` of these log-probs and a teacher's its results [n] take that output's place: chunk by chunk, in either
     direction, so that k may be the vocabulary.
 
-    Backward recomputes the logits of each chunk. Memory is two chunks of [chunk, rows of the vocabulary] float32 in either
-    direction, so both work in place wherever the values are not needed again.
+    Backward recomputes the logits of each chunk. Memory is the product of a chunk in either direction, [chunk, rows of the
+    vocabulary], and two float32 blocks of it (`Platform.logit_block`, or the whole chunk): both work in place wherever the
+    values are not needed again.
     """
 
     @staticmethod
@@ -232,7 +263,7 @@ class _VocabLogProbs(torch.autograd.Function):
         head: VocabHead,
         others: Tensor | None,
         teacher: Tensor | None,
-        divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None,
+        divergence: _Divergence | None,
     ) -> tuple[Tensor, ...]:
         # log-probs, log of the sum of exponentials, entropy of each chunk: a single one is not copied
         statistics: tuple[list[Tensor], ...] = ([], [], [])
@@ -281,66 +312,124 @@ class _VocabLogProbs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             is_single = 0 < hidden.size(0) <= head.chunk_size and len(parts) == 1
             gradient = _MainGradient(weight) if head.adds_to_main_grad else _WeightGradient(weight, is_single=is_single)
-        if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(log_z)
-        has_divergence = divergence is not None and any(grad is not None for grad in grad_added)
-        grad_at = grad_added[0] if divergence is None and grad_added else None
+        upstream = _Upstream(
+            labels,
+            log_z,
+            entropy,
+            torch.zeros_like(log_z) if grad_log_probs is None else grad_log_probs,
+            grad_entropy,
+            None if others is None else others.long(),
+            grad_added[0] if divergence is None and grad_added else None,
+            teacher,
+            grad_added if divergence is not None and any(grad is not None for grad in grad_added) else (),
+        )
         for chunk in head.split(hidden):
-            tokens, grad_others = hidden[chunk], None if grad_at is None else grad_at[chunk]
-            student: Tensor | None = None
-            if has_divergence and len(parts) > 1:  # its gradient at an id depends on the log-probs at all of them
-                student = torch.zeros_like(others[chunk], dtype=torch.float32)
+            tokens, of_chunk = hidden[chunk], upstream.select(chunk)
+            if of_chunk.of_divergence and len(parts) > 1:  # its gradient at an id depends on the log-probs at all of them
+                ids = others[chunk].long()
+                student = torch.zeros_like(ids, dtype=torch.float32)
                 for rows in parts:
-                    student += _gather(head.compute_logits(tokens, weight, rows), others[chunk], first + rows.start)
-                student = student.sub_(log_z[chunk, None]).mul_(_locate(others[chunk].long(), first, weight.size(0))[1])
+                    student += _gather(head.compute_logits(tokens, weight, rows), ids, first + rows.start)
+                mine = _locate(ids, first, weight.size(0))[1]
+                of_chunk = of_chunk.through(divergence, student.sub_(of_chunk.log_z[:, None]).mul_(mine), head)
             products: list[Tensor] = []
             for rows in parts:
-                logits, start = head.compute_logits(tokens, weight, rows), first + rows.start
-                slope = None
-                if head.softcap is not None:
-                    # padding has no gradient, so its value does not matter here
-                    slope = (logits * head.temperature).div_(head.softcap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
-                log_softmax = logits.sub_(log_z[chunk, None])
-                if has_divergence and grad_others is None:
-                    student = _gather(log_softmax, others[chunk], start) if student is None else student
-                    student = head.all_reduce(student).masked_fill_(others[chunk] < 0, float("-inf"))
-                    grads = [grad if grad is None else grad[chunk] for grad in grad_added]
-                    grad_others = _differentiate(divergence, student, teacher[chunk], grads)
-                # the sum over all log-probs of a token: each takes the softmax off the logits once
-                grad_totals = grad_log_probs[chunk] if grad_others is None else grad_log_probs[chunk] + grad_others.sum(-1)
-                # None where entropy is only measured, as in most runs
-                if grad_entropy is None:
-                    grad_logits = log_softmax.exp_().mul_(-grad_totals[:, None])
-                else:
-                    softmax = log_softmax.exp()
-                    # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
-                    of_entropy = log_softmax.add_(entropy[chunk, None]).mul_(softmax).mul_(grad_entropy[chunk, None])
-                    grad_logits = softmax.mul_(-grad_totals[:, None]).sub_(of_entropy)
-                column, mine = _locate(labels[chunk], start, logits.size(1))
-                grad_logits.scatter_add_(1, column[:, None], (grad_log_probs[chunk] * mine)[:, None])
-                if grad_others is not None:
-                    column, mine = _locate(others[chunk].long(), start, logits.size(1))
-                    grad_logits.scatter_add_(1, column, grad_others * mine)
-                if head.temperature != 1.0:
-                    grad_logits /= head.temperature
-                if slope is not None:
-                    grad_logits *= slope
-                grad_logits = grad_logits.to(hidden.dtype)
-                product = head.multiply_back(grad_logits, weight, rows)
+                product = head.multiply(tokens, weight, rows)
+                blocks = head.split_product(product)
+                for block in blocks:
+                    logits = head.scale(product[block], weight, rows)
+                    grad = of_chunk.select(block).differentiate(logits, first + rows.start, head, divergence)
+                    if len(blocks) == 1:
+                        product = grad
+                    else:
+                        product[block] = grad
+                grad_logits = product.to(hidden.dtype)
+                of_hidden = head.multiply_back(grad_logits, weight, rows)
                 # several chunks of the vocabulary add up in float32
-                products = [product] if not products else [products[0].float().add_(product)]
+                products = [of_hidden] if not products else [products[0].float().add_(of_hidden)]
                 if gradient is not None:
                     gradient.add(rows, grad_logits, head.select_trained(tokens))
             grad_hidden[chunk] = products[0]
         return grad_hidden, None if gradient is None else gradient.finish(), *(None,) * 5
 
 
-def _differentiate(
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
-    student: Tensor,
-    teacher: Tensor,
-    grads: Sequence[Tensor | None],
-) -> Tensor:
+@dataclass(frozen=True)
+class _Upstream:
+    """What the gradient of the logits of n tokens depends on beside them.
+
+    Attributes:
+        labels, log_z, entropy: [n] of the forward pass.
+        grad_log_probs, grad_entropy: [n]; None where nothing depends on the entropy, as in most runs.
+        others: [n, k] int64 further ids.
+        grad_others: [n, k] gradient of the log-probs at these ids.
+        teacher: [n, k] log-probs of the teacher at these ids.
+        of_divergence: gradients [n] of a divergence's results, which `grad_others` follows from; empty where there are none.
+    """
+
+    labels: Tensor
+    log_z: Tensor
+    entropy: Tensor
+    grad_log_probs: Tensor
+    grad_entropy: Tensor | None
+    others: Tensor | None
+    grad_others: Tensor | None
+    teacher: Tensor | None
+    of_divergence: Sequence[Tensor | None]
+
+    def select(self, tokens: slice) -> _Upstream:
+        """Return that of some of the tokens."""
+        tensors = {name: tensor[tokens] for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
+        return replace(self, **tensors, of_divergence=[None if grad is None else grad[tokens] for grad in self.of_divergence])
+
+    def through(self, divergence: _Divergence, student: Tensor, head: VocabHead) -> _Upstream:
+        """Return it with the gradient of the log-probs that a divergence's results have.
+
+        Args:
+            student: [n, k] log-probs at the ids of this rank, 0 elsewhere; overwritten.
+        """
+        assert self.others is not None and self.teacher is not None
+        student = head.all_reduce(student).masked_fill_(self.others < 0, float("-inf"))
+        grad_others = _differentiate(divergence, student, self.teacher, self.of_divergence)
+        return replace(self, grad_others=grad_others, of_divergence=())
+
+    def differentiate(self, logits: Tensor, start: int, head: VocabHead, divergence: _Divergence | None) -> Tensor:
+        """Return the gradient of the product, [n, rows] float32; the logits [n, rows] are overwritten.
+
+        Args:
+            start: token id of the first column.
+        """
+        slope = None
+        if head.softcap is not None:
+            # padding has no gradient, so its value does not matter here
+            slope = (logits * head.temperature).div_(head.softcap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
+        log_softmax = logits.sub_(self.log_z[:, None])
+        grad_others = self.grad_others
+        if self.of_divergence:
+            assert divergence is not None and self.others is not None
+            grad_others = self.through(divergence, _gather(log_softmax, self.others, start), head).grad_others
+        # the sum over all log-probs of a token: each takes the softmax off the logits once
+        grad_totals = self.grad_log_probs if grad_others is None else self.grad_log_probs + grad_others.sum(-1)
+        if self.grad_entropy is None:
+            grad_logits = log_softmax.exp_().mul_(-grad_totals[:, None])
+        else:
+            softmax = log_softmax.exp()
+            # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
+            of_entropy = log_softmax.add_(self.entropy[:, None]).mul_(softmax).mul_(self.grad_entropy[:, None])
+            grad_logits = softmax.mul_(-grad_totals[:, None]).sub_(of_entropy)
+        column, mine = _locate(self.labels, start, logits.size(1))
+        grad_logits.scatter_add_(1, column[:, None], (self.grad_log_probs * mine)[:, None])
+        if grad_others is not None:
+            assert self.others is not None
+            column, mine = _locate(self.others, start, logits.size(1))
+            grad_logits.scatter_add_(1, column, grad_others * mine)
+        if head.temperature != 1.0:
+            grad_logits /= head.temperature
+        if slope is not None:
+            grad_logits *= slope
+        return grad_logits
+
+
+def _differentiate(divergence: _Divergence, student: Tensor, teacher: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
     """Return the gradient of a divergence's results with respect to the student's log-probs, [n, k]."""
     with torch.enable_grad():
         leaf = student.detach().requires_grad_()
@@ -359,7 +448,7 @@ def compute_vocab_log_probs(
     *,
     others: Tensor | None = None,
     teacher: Tensor | None = None,
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None,
+    divergence: _Divergence | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute the log-prob of each label and the entropy of each distribution, equal on all ranks of the group.
 

@@ -131,6 +131,8 @@ class Platform(ABC):
     engine_sleep: ClassVar[bool] = False
     #: time of `float32_product` divided by a bfloat16 product's with a bfloat16 result (benchmarks/head.py); None: not measured
     float32_product_cost: ClassVar[float | None] = None
+    #: logits that are computed with at one time, of those that a product gives; None: all, in the fewest kernels
+    logit_block: ClassVar[int | None] = None
 
     @classmethod
     @abstractmethod

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import fnmatch
-import itertools
 import os
 import re
 import shlex
@@ -14,78 +12,38 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.shell.command import Command, list_unknown, make_mark, name_outputs
+from mindspeed_rl.importers.shell.assignments import Assigner, read_assignment
+from mindspeed_rl.importers.shell.command import Command, list_unknown, make_mark
+from mindspeed_rl.importers.shell.conditions import Conditions
 from mindspeed_rl.importers.shell.expansion import Expander, split_fields
 from mindspeed_rl.importers.shell.launchers import InnerScript, find_inner, list_removed, read_variables
 from mindspeed_rl.importers.shell.parser import Node, parse
 from mindspeed_rl.importers.shell.programs import echo_text, format_text, list_braces, list_changed, read_output
-from mindspeed_rl.importers.shell.tokens import INPUT, INPUT_FILE, INPUT_WORD, OUTPUT, Reader, read_tokens
-from mindspeed_rl.importers.shell.variables import NAME, Scope, Variable
+from mindspeed_rl.importers.shell.tokens import INPUT, INPUT_FILE, INPUT_WORD, OUTPUT
+from mindspeed_rl.importers.shell.variables import Scope, Variable
 
-_ASSIGNED = re.compile(r"(\+?)=(.*)", re.DOTALL)
-_TARGET = re.compile(r"([A-Za-z_]\w*)(?:\[(.+)\])?", re.DOTALL)
 _FILE_READ = re.compile(r"\s*<\s*(\S+)\s*")
-_PAIR = re.compile(r"""\[((?:"[^"]*"|'[^']*'|[^]])*)\]\+?=(.*)""", re.DOTALL)
-#: text that stands for a value which the user writes, such as "your model ckpt path"
-_PLACEHOLDER = re.compile(r"<?your(?:[ _-][\w.]+){1,6}>?")
 _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
 #: programs that are run to know something of the machine, and how they end says it
 _QUESTIONS = frozenset(("grep egrep fgrep which type hash pgrep pidof lsof diff cmp ping nc curl getent id nvidia-smi "
                         "npu-smi rocm-smi lspci mountpoint systemctl").split())  # fmt: skip
-#: classes of characters by name, of ASCII, and alternatives in a pattern
-_CLASSES = {"lower": "a-z", "upper": "A-Z", "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "xdigit": "0-9a-fA-F",
-            "space": " \t\n\r\f\v", "blank": " \t"}  # fmt: skip
-_CLASS = re.compile(r"\[:(\w+):\]")
-_ALTERNATIVES = re.compile(r"(?<!\\)[@+?!*]\(")
-#: brackets of a condition
-_OPENING, _CLOSING = ("(", "\\("), (")", "\\)")
 #: files that are an output of the script
 _OUTPUTS = ("/dev/stdout", "/dev/fd/1", "/dev/tty")
 #: commands that read a file behind `<`; every other program reads it by itself
 _READERS = frozenset(("read", "mapfile", "readarray", "cat", "bash", "sh", "zsh", "xargs", "tee"))
 #: builtins that keep the text of what they write
 _WRITERS = frozenset(("cat", "echo", "printf", "tee"))
-_COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 #: loops over more items, and scripts that run more others, than any script means
 _MAX_ITEMS = 64
 _MAX_DEPTH = 20
 #: runs of all loops of a script together
 _MAX_ROUNDS = 10_000
-#: index of an array beyond which no script has items
-_LARGEST_INDEX = 10_000
 #: larger files that a script adds to are logs
 _MAX_BYTES = 2**20
 #: folders above a script's which relative paths may start from, such as the root of its checkout
 MAX_PARENTS = 6
 #: options of `read`, `mapfile` and `readarray` that have a word
 _READ_WORDS = {"read": "adinNptu", "mapfile": "dnOsuCc", "readarray": "dnOsuCc"}
-
-
-@dataclass(frozen=True)
-class _Assignment:
-    """`name=text`, `name+=text` or `name[index]=text`, with its quotes."""
-
-    name: str
-    index: str | None
-    adds: bool
-    text: str
-
-
-def _read_assignment(word: str) -> _Assignment | None:
-    """Return the assignment that a word is; None for another word."""
-    name = NAME.match(word)
-    if name is None:
-        return None
-    place, index = name.end(), None
-    if word[place : place + 1] == "[":
-        reader = Reader(word, place)
-        try:
-            index = reader.read_balanced("[", "]")
-        except ConfigError:
-            return None
-        place = reader.place
-    match = _ASSIGNED.fullmatch(word, place)
-    return None if match is None or index == "" else _Assignment(name.group(), index, bool(match[1]), match[2])
 
 
 def _split_line(line: str, borders: str | None, count: int) -> list[str] | None:
@@ -192,7 +150,6 @@ class _Interpreter:
         code: how the last command that failed has ended.
         substituted: how the last command whose output is taken has ended.
         piped: what the command before `|` writes; None where only the machine knows it.
-        ignores_case: patterns do (shopt -s nocasematch).
     """
 
     scope: Scope
@@ -220,10 +177,10 @@ class _Interpreter:
     code: str = "1"
     substituted: bool | None = True
     piped: str | None = None
-    ignores_case: bool = False
 
     def __post_init__(self) -> None:
         self.words = Expander(self.scope, self._substitute, self._name_process)
+        self.assigner, self.conditions = Assigner(self.scope, self.words), Conditions(self.words)
 
     # --- statements
 
@@ -297,9 +254,9 @@ class _Interpreter:
     def _own_shell(self) -> Iterator[None]:
         scope = self.scope
         variables, exported, functions = dict(scope.variables), set(scope.exported), dict(self.functions)
-        outer = self.directory, list(self.folders), scope.moved, scope.exports_all, self.ignores_case
+        outer = self.directory, list(self.folders), scope.moved, scope.exports_all, self.conditions.ignores_case
         yield
-        self.directory, self.folders, scope.moved, scope.exports_all, self.ignores_case = outer
+        self.directory, self.folders, scope.moved, scope.exports_all, self.conditions.ignores_case = outer
         scope.variables, scope.exported, self.functions = variables, exported, functions
         self.leaves = ""
 
@@ -406,7 +363,7 @@ class _Interpreter:
             return True
         falls, status = False, True
         for place, (patterns, body, end) in enumerate(zip(node.patterns, node.parts, node.ends)):
-            matches = [self._matches(value, self.words.expand_text(pattern, is_pattern=True)) for pattern in patterns]
+            matches = [self.conditions.matches(value, self.words.expand_text(pattern, is_pattern=True)) for pattern in patterns]
             if not falls and True not in matches and None in matches:
                 self._run_uncertain([*node.parts[place:], []], _name_condition("case", node.line, []))
                 return True
@@ -416,16 +373,6 @@ class _Interpreter:
                 if end not in (";&", ";;&"):
                     break
         return status
-
-    def _matches(self, text: str, pattern: str) -> bool | None:
-        """Return whether a text matches a pattern; None where it is not followed."""
-        classes = set(_CLASS.findall(pattern))
-        if list_unknown(pattern) or (classes and not (text.isascii() and classes <= _CLASSES.keys() and not self.ignores_case)):
-            return None
-        pattern = _CLASS.sub(lambda match: _CLASSES[match[1]], pattern)
-        if self.ignores_case:
-            text, pattern = text.lower(), pattern.lower()
-        return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
     def _keep_function(self, node: Node) -> bool | None:
         self.functions[node.words[0]] = node.parts[0]
@@ -472,21 +419,22 @@ class _Interpreter:
             self.code = "1"
             return None if status is None else not status
         assignments = []
-        while words and (assignment := _read_assignment(words[0])):
+        while words and (assignment := read_assignment(words[0])):
             assignments.append(assignment)
             words.pop(0)
         if not words:
             self.substituted = True
             for assignment in assignments:
-                self._assign(assignment)
+                self.assigner.assign(assignment)
             for way, target in self._list_outputs(marked):
                 self._write_file((way, target), "")
             return self.substituted
         self.code = "1"
         if words[0] in ("[", "[[", "test") or words[0].startswith("(("):
-            return self._test(words)
+            return self.conditions.test(words)
         if words[0] in _DECLARING:
-            return self._declare(words)
+            self.assigner.declare(words, self.hidden[-1] if self.hidden else None)
+            return True
         expanded = [item for word in words for part in list_braces(word) for item in self.words.expand(part)]
         if not expanded:
             return True
@@ -769,7 +717,7 @@ class _Interpreter:
     def _set_shell(self, call: _Call) -> bool | None | _Kind:
         """Follow `shopt`, of which one option changes what is compared."""
         if "nocasematch" in call.words:
-            self.ignores_case = "-s" in call.words
+            self.conditions.ignores_case = "-s" in call.words
         return True
 
     def _get_options(self, call: _Call) -> bool | None | _Kind:
@@ -858,13 +806,13 @@ class _Interpreter:
         given = self._split_input(call, options, len(names))
         if given is None:
             for name in names:
-                self._store(name, self.scope.mark(name))
+                self.assigner.store(name, self.scope.mark(name))
             return None
         if call.name != "read" or "a" in options:
-            self._store(names[0], list(given))
+            self.assigner.store(names[0], list(given))
         else:
             for name, item in zip(names, given):
-                self._store(name, item)
+                self.assigner.store(name, item)
         return True if call.name != "read" else "d" not in options and "\n" in (call.stdin or "")
 
     def _split_input(self, call: _Call, options: Mapping[str, str], count: int) -> list[str] | None:
@@ -887,17 +835,6 @@ class _Interpreter:
             return [line]  # REPLY has the line as it is
         return _split_line(line, borders, count)
 
-    def _store(self, target: str, value: str | list[str | None]) -> None:
-        """Set a variable, or an item of an array, that a builtin has the name of."""
-        match = _TARGET.fullmatch(target)
-        if match is None:
-            return
-        name, index = match.groups()
-        if index is None:
-            self.scope.set(name, value)
-        else:
-            self._assign(_Assignment(name, index, False, shlex.quote(value) if isinstance(value, str) else ""))
-
     def _cat(self, call: _Call) -> bool | None | _Kind:
         if call.words or call.stdin is None:
             return _Kind.PROGRAM
@@ -919,7 +856,7 @@ class _Interpreter:
         words = call.words[call.words[:1] == ["--"] :]
         if words[:1] == ["-v"] and len(words) > 2:
             text = format_text(words[2 + (words[2] == "--") :])
-            self._store(words[1], self.scope.mark(words[1].partition("[")[0]) if text is None else text)
+            self.assigner.store(words[1], self.scope.mark(words[1].partition("[")[0]) if text is None else text)
             return True
         return self._write_file(call.output, format_text(words))
 
@@ -948,170 +885,6 @@ class _Interpreter:
             self.files[name] = text
         self.changed[name] = self.scope.line
         return True
-
-    # --- assignments
-
-    def _declare(self, words: list[str]) -> bool:
-        flags = "".join(word for word in words[1:] if word.startswith(("-", "+")) and "=" not in word)
-        is_local = bool(self.hidden) and words[0] in ("local", "declare", "typeset") and "g" not in flags
-        listed = [(word, self._expand_declared(word, flags)) for word in self._list_declared(words[1:])]
-        for word, match in listed:
-            name = word if match is None else match.name
-            if is_local and NAME.fullmatch(name) and name not in self.hidden[-1]:
-                self.hidden[-1][name] = self.scope.variables.get(name)
-                if match is None:
-                    self.scope.variables.pop(name, None)
-            if "A" in flags and not word.startswith("-"):
-                self.scope.variables.setdefault(word.partition("=")[0], {})
-            for letter, kept in (("l", self.scope.lower), ("u", self.scope.upper)):
-                if letter in flags and words[0] != "export" and NAME.fullmatch(name):
-                    kept.add(name)
-            if "i" in flags and NAME.fullmatch(name):
-                self.scope.whole.add(name)
-            if "n" in flags and words[0] != "export" and NAME.fullmatch(name):
-                if match is not None:  # another name of a variable
-                    self.scope.references[name] = self.words.expand_text(match.text)
-                continue
-            if match is not None:
-                self._assign(match)
-            if "+x" in flags or (words[0] == "export" and "n" in flags):
-                self.scope.exported.discard(name)
-            elif (words[0] == "export" or "x" in flags) and NAME.fullmatch(name):
-                self.scope.exported.add(name)
-        return True
-
-    def _expand_declared(self, word: str, flags: str) -> _Assignment | None:
-        """Return the assignment of a declaration, whose text is expanded before any variable of it is set."""
-        match = _read_assignment(word)
-        is_array = match is not None and match.text.startswith("(") and match.text.endswith(")")
-        if match is None or match.index is not None or is_array or "n" in flags:
-            return match
-        return replace(match, text=shlex.quote(self._read_text(match.name, match.text)))
-
-    def _list_declared(self, words: list[str]) -> Iterator[str]:
-        """Yield the assignments and names of a declaration, of which an expansion may make several.
-
-        Raises:
-            ConfigError: only the machine knows the names.
-        """
-        for word in words:
-            if _read_assignment(word) is not None or not re.search(r"[$`\"'\\]", word):
-                yield word
-                continue
-            for text in self.words.expand(word):
-                name, equals, value = text.partition("=")
-                if list_unknown(name):
-                    raise ConfigError([f"line {self.scope.line}: the names of these variables are not in the script; "
-                                       "write them as NAME=VALUE"])  # fmt: skip
-                yield f"{name}={shlex.quote(value)}" if equals else text
-
-    def _assign(self, assignment: _Assignment) -> None:
-        name, index, text = self.scope.resolve(assignment.name), assignment.index, assignment.text
-        plus = assignment.adds
-        if name in self.scope.known:
-            return
-        old = self.scope.variables.get(name)
-        if isinstance(old, dict):
-            value: Variable = self._read_map(old, index, text, adds=plus)
-        elif text.startswith("(") and text.endswith(")"):
-            value = [*(old if isinstance(old, list) else [old] if old else [])] if plus else []
-            for word in [token.text for token in read_tokens(text[1:-1]) if not token.is_operator]:
-                if (item := re.match(r"\[([^]]*)\]=", word)) is not None:
-                    value = self._change_item(value, item[1], word[item.end() :], adds=False)
-                else:
-                    value += [part for piece in list_braces(word) for part in self.words.expand(piece)]
-        elif index is not None:
-            value = self._change_item(old if isinstance(old, list) else [old] if old else [], index, text, adds=plus)
-        else:
-            value = self._read_text(name, text)
-            if name in self.scope.whole:
-                value = self.words.compute(f"{old or 0} + ({value})" if plus else value)
-            elif plus and isinstance(old, list):
-                value = [(old[0] or "") + value, *old[1:]] if old else [value]
-            elif plus and isinstance(old, str):
-                value = old + value
-            if isinstance(value, str) and name in self.scope.lower | self.scope.upper and not list_unknown(value):
-                value = value.lower() if name in self.scope.lower else value.upper()
-        self.scope.set(name, value)
-
-    def _read_map(self, old: dict[str, str], index: str | None, text: str, *, adds: bool) -> dict[str, str]:
-        if index is None:
-            words = [token.text for token in read_tokens(text.removeprefix("(").removesuffix(")")) if not token.is_operator]
-            pairs = [(pair[1], pair[2]) for word in words if (pair := _PAIR.fullmatch(word)) is not None]
-        else:
-            pairs = [(index, text)]
-        read = {" ".join(self.words.expand(key)): self.words.expand_text(item) for key, item in pairs}
-        return {**old, **read} if adds or index is not None else read
-
-    def _change_item(self, old: list[str | None], index: str, text: str, *, adds: bool) -> list[str | None]:
-        computed = self.words.compute(index)
-        if list_unknown(computed) or not -len(old) <= int(computed) < _LARGEST_INDEX:
-            return [self.scope.mark_output()]  # which item it is only the machine knows
-        place = int(computed) if int(computed) >= 0 else len(old) + int(computed)
-        items = [*old, *[None] * (place + 1 - len(old))]
-        items[place] = ((items[place] or "") if adds else "") + self.words.expand_text(text)
-        return items
-
-    def _read_text(self, name: str, text: str) -> str:
-        value = self.words.expand_text(text, assigns=True)
-        if _PLACEHOLDER.fullmatch(value):
-            value = self.scope.mark(name)
-        # the output of a program is requested by the name of the variable that takes it
-        return name_outputs(value, name)
-
-    # --- conditions
-
-    def _test(self, words: list[str]) -> bool | None:
-        if words[0].startswith("(("):
-            value = self.words.step(words[0][2:-2])
-            return None if list_unknown(value) else value != "0"
-        end = {"[": "]", "[[": "]]"}.get(words[0])
-        return self._test_words(list(words[1:-1] if words[-1] == end else words[1:]), has_patterns=words[0] == "[[")
-
-    def _test_words(self, words: list[str], *, has_patterns: bool) -> bool | None:
-        """Return the status of a condition; None where only the machine knows it.
-
-        Args:
-            has_patterns: the right side of a comparison is a pattern.
-        """
-        depths = list(itertools.accumulate((word in _OPENING) - (word in _CLOSING) for word in words))
-        others = [word for word in words if word not in (*_OPENING, *_CLOSING) and "$" not in word]
-        if "=~" not in words and any(word.startswith("(") or word.count(")") > word.count("(") for word in others):
-            return None  # brackets that no blank divides from words
-        if depths and (min(depths) < 0 or depths[-1]):
-            return None
-        if words and words[0] in _OPENING and words[-1] in _CLOSING and 0 not in depths[:-1]:
-            return self._test_words(words[1:-1], has_patterns=has_patterns)
-        for signs, decides in ((("||", "-o"), True), (("&&", "-a"), False)):
-            found = (place for place, word in enumerate(words) if word in signs and not depths[place])
-            place = next(found, None)
-            if place is not None:
-                sides = [self._test_words(part, has_patterns=has_patterns) for part in (words[:place], words[place + 1 :])]
-                return decides if decides in sides else None if None in sides else not decides
-        if words[:1] == ["!"]:
-            status = self._test_words(words[1:], has_patterns=has_patterns)
-            return None if status is None else not status
-        compares = len(words) == 3 and words[1] in ("=", "==", "!=")
-        is_pattern = [has_patterns and compares and place == 2 for place in range(len(words))]
-        texts = [self.words.expand_text(word, blank_unset=True, is_pattern=kind) for word, kind in zip(words, is_pattern)]
-        if len(texts) == 2 and texts[0] in ("-z", "-n"):
-            return None if list_unknown(texts[1]) else (texts[1] == "") == (texts[0] == "-z")
-        if any(list_unknown(text) for text in texts):
-            return None
-        if is_pattern[2:] == [True]:
-            matches = None if _ALTERNATIVES.search(words[2]) else self._matches(texts[0], texts[2])
-            return None if matches is None else matches == (texts[1] != "!=")
-        if len(texts) == 3:
-            return self._compare(*texts)
-        return texts[0] != "" if len(texts) == 1 else None  # of two words it is a file test
-
-    def _compare(self, first: str, comparison: str, second: str) -> bool | None:
-        if comparison in ("=", "==", "!="):
-            return (first == second) == (comparison != "!=")
-        if comparison not in _COMPARISONS:
-            return None
-        value = self.words.compute(f"{first or 0} {_COMPARISONS[comparison]} {second or 0}")
-        return None if list_unknown(value) else value == "1"
 
     # --- outputs of commands
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm_program import run_program
 
-from mindspeed_rl.adaptors.vllm_cpu_steps import take_seeds
+from mindspeed_rl.adaptors.vllm_cpu_steps import _count_at_least, take_seeds
 
 
 @pytest.mark.parametrize("cache", [pytest.param("caching", marks=pytest.mark.slow), "short of memory"])
@@ -42,3 +42,9 @@ def test_seeds_are_those_that_a_generator_gives_one_by_one() -> None:
     for asked in [(0,), (0, 1), (2, 0, 1)] + [(1, 2)] * 50 + [(0, 2)] * 70:
         expected = [torch.randint(0, 2**31, (1,), generator=alike[number]).item() for number in asked]
         assert [take_seeds(generators[number], 1)[0] for number in asked] == expected
+
+
+def test_ranks_of_tokens_count_equal_ones_and_those_without_probability() -> None:
+    log_probs = torch.tensor([[-1.0, -3.0, -1.0, float("-inf")], [float("-inf"), -2.0, -1.5, -1.75]])
+    ranks = _count_at_least(log_probs, log_probs[:, :1])
+    assert ranks.tolist() == [2, 4] and ranks.dtype == torch.int64

@@ -13,6 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed_rl.algorithms.distillation import compute_divergence
 from mindspeed_rl.engine.vocab import VocabHead, compute_squared_probs, compute_top_log_probs, compute_vocab_log_probs
+from mindspeed_rl.platform.cpu import CpuPlatform
+
+
+@pytest.fixture(autouse=True, params=[None, 80], ids=["whole", "blocks"])
+def logit_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits at one time: a chunk of tokens, or two tokens of these vocabularies and one."""
+    monkeypatch.setattr(CpuPlatform, "logit_block", request.param)
 
 
 def reference(
