@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tensor and sequence parallel, computed again": ("qwen2", 2, TENSOR | RECOMPUTED),
     "two stages, reduced while computing": ("qwen2", 4, {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}),
     "grouped experts on two ranks": ("qwen3_moe", 2, {"expert_model_parallel_size": 2, "moe_grouped_gemm": True}),
-    "single experts, latent attention, swapped optimizer": ("deepseek3", 1, {"swap_optimizer": True}),
+    "single experts, latent attention, swapped optimizer": ("deepseek3", 1, {"swap_optimizer": True} | SMALL_STEPS),
     "prediction layers": ("deepseek3_predicting", 1, {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5} | SMALL_STEPS),
     "muon": ("qwen2", 1, {"optimizer": "muon", "use_distributed_optimizer": False}),
     "delta nets": ("qwen3_5_predicting", 1, {"lr": 1e-5, "min_lr": 1e-5}),
