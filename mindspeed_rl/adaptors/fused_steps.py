@@ -1,8 +1,10 @@
-"""Rotary embedding and optimizer step on the NPU with as few operator calls as they need.
+"""Embedding, rotation and optimizer step on the NPU with as few operator calls as they need.
 
 | patch | symbol | why |
 |---|---|---|
 | rotation | rope_utils._apply_rotary_pos_emb_bshd | MindSpeed takes cosine and sine of the same angles for query and key of every layer, and copies heads that rotate as a whole |
+| embedding | vocab_parallel_embedding_forward_impl of MindSpeed | ten calls for the ids of other ranks |
+| norms' gradients | finalize_model_grads._flatten_dense_tensors | torch_npu asks for the format of each before it joins them |
 | norm, clipping | clip_grads.multi_tensor_applier, l2_norm_impl, multi_tensor_scale_impl | a norm, a power and a sum for each parameter; a product and a copy |
 | AdamW | adamw of mindspeed.optimizer.adamw, mindspeed.core.optimizer.adamw | a call of `_fused_adamw_` for each parameter, though it takes lists |
 | weights | DistributedOptimizer._copy_main_params_to_model_params | a copy for each parameter; one that swaps its state \
@@ -39,6 +41,10 @@ def apply() -> None:
     rotate = getattr(sys.modules[rope._apply_rotary_pos_emb_bshd.__module__], "npu_rotary_position_embedding", None)
     if rotate is not None:
         _replace(rope, "_apply_rotary_pos_emb_bshd", _build_rotation(rotate))
+    embedding = importlib.import_module("mindspeed.core.tensor_parallel.vocab_parallel.adaptor")
+    _replace(embedding, "vocab_parallel_embedding_forward_impl", _embed)
+    finalization = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    _replace(finalization, "_flatten_dense_tensors", _flatten)
     clipping = importlib.import_module("megatron.core.optimizer.clip_grads")
     _replace(clipping, "multi_tensor_applier", lambda function, _, lists, *others: function(lists, *others))
     _replace(clipping, "l2_norm_impl", _compute_norm)
@@ -88,6 +94,31 @@ def _build_rotation(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return torch.cat((rotate(t[..., :width].contiguous(), *table[2:], int(rotary_interleaved)), t[..., width:]), dim=-1)
 
     return apply_bshd
+
+
+def _embed(
+    self: Any,
+    input_: Tensor,
+    reduce_from_tensor_model_parallel_region: Callable[[Tensor], Tensor],
+    reduce_scatter_to_sequence_parallel_region: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return the embeddings of ids [batch, tokens], of which this rank has some rows of the vocabulary."""
+    ids, mine = input_, None
+    if self.tp_group.size() > 1:
+        local = input_ - self.vocab_start_index
+        ids = local.clamp(0, self.weight.size(0) - 1)
+        mine = (ids == local)[..., None]
+    rows = self.weight[ids] if self.deterministic_mode else torch.nn.functional.embedding(ids, self.weight)
+    if mine is not None:
+        rows = rows.mul_(mine)
+    if self.reduce_scatter_embeddings:
+        return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1).contiguous())
+    return reduce_from_tensor_model_parallel_region(rows)
+
+
+def _flatten(tensors: list[Tensor]) -> Tensor:
+    """Return all elements as one vector."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _compute_norm(lists: list[list[Tensor]], per_parameter: bool) -> tuple[Tensor, None]:

@@ -1,9 +1,10 @@
-"""Gradients of linear weights added to their float32 sums inside the matrix product (`gemm_gradient_accumulation_fusion`).
+"""Gradients added to their float32 sums by the operators that compute them (`gemm_gradient_accumulation_fusion`).
 
 | patch | symbol | why |
 |---|---|---|
 | linear layers | tensor_parallel.layers.fused_weight_gradient_mlp_cuda | Megatron looks for Apex's extension of this name |
 | grouped experts | experts.gg.ops, mindspeed.ops.gmm.npu_groupmatmul_add_fp32 | see below |
+| norms | fused_rms_norm.RMSNorm.fused_rmsnorm | its operator gives a gradient in float32, which autograd rounds to bfloat16 |
 
 Without it, each micro-batch makes a gradient in bfloat16 and adds it to the sum by a kernel of its own. Here one operator does
 both, `npu_grouped_matmul_add_`, with one group for a linear layer: the gradient is never rounded to bfloat16, and no memory
@@ -18,10 +19,13 @@ from __future__ import annotations
 import functools
 import importlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mindspeed_rl.adaptors import vector_gradients
 
 #: the operator takes rows that are shorter
 _WIDTH_LIMIT = 65536
@@ -43,6 +47,9 @@ def apply() -> None:
     util: Any = getattr(importlib.import_module("megatron.core.transformer.moe.experts"), "gg", None)
     if util is not None and util.ops is not _AddingGroups:
         util.ops = _AddingGroups
+    norm: Any = importlib.import_module("mindspeed.core.fusions.fused_rms_norm").RMSNorm
+    if norm.fused_rmsnorm.__module__ != __name__:
+        norm.fused_rmsnorm = _build_norm(norm.fused_rmsnorm)
 
 
 def add_gradients_in_products(experts: Any) -> None:
@@ -105,6 +112,46 @@ def _add(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
 def _one_group(rows: int, device: torch.device) -> Tensor:
     """Return the end of the only group, [1] int64, which the layers of a micro-batch share."""
     return torch.full((1,), rows, dtype=torch.int64, device=device)
+
+
+def _build_norm(plain: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def fused_rmsnorm(self: Any, x: Tensor) -> Tensor:
+        config, weight = self.config, self.weight
+        # 1 + weight is no parameter, and a weight that does not train has no sum
+        if not config.gradient_accumulation_fusion or config.layernorm_zero_centered_gamma or not hasattr(weight, "main_grad"):
+            return plain(self, x)
+        return _AddingNorm.apply(x, weight, self.eps)
+
+    return fused_rmsnorm
+
+
+class _AddingNorm(torch.autograd.Function):
+    """RMSNorm whose backward pass adds the gradient of its weight to the sum as the operator gives it, in float32."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx: Any, x: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        import torch_npu
+
+        normed, scales = torch_npu.npu_rms_norm(x, weight, epsilon=eps)
+        ctx.save_for_backward(x, scales)
+        ctx.weight = weight
+        return normed
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]  (as above)
+        ctx: Any, upstream: Tensor
+    ) -> tuple[Tensor, Tensor | None, None]:
+        import torch_npu
+
+        (x, scales), weight = ctx.saved_tensors, ctx.weight
+        of_x, of_weight = torch_npu.npu_rms_norm_backward(upstream, x, weight, scales)
+        if not weight.requires_grad:
+            return of_x, None, None
+        vector_gradients.add(weight, of_weight)
+        weight.grad_added_to_main_grad = True
+        return of_x, torch.empty_like(weight), None
 
 
 class _AddingGroups:

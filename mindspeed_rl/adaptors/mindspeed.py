@@ -10,6 +10,7 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | resume | DistributedOptimizer.load_state_dict | MindSpeed's copy lacks the form of checkpoints that the engine saves |
 | packed RoPE | rope_utils._apply_rotary_pos_emb_thd | see `packed_rope` |
 | rotation, optimizer | several | see `fused_steps` |
+| gradients of norms and biases | DistributedDataParallel | see `vector_gradients` |
 | gradients of linear weights | several | see `gradient_products` |
 | tensor parallel layers | several | see `parallel_products` |
 | swapped optimizer | SwapDistributedOptimizer | see `swapped_optimizer` |
@@ -63,6 +64,7 @@ from mindspeed_rl.adaptors import (
     packed_rope,
     parallel_products,
     swapped_optimizer,
+    vector_gradients,
 )
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES, NEEDED_BY_MINDSPEED, parse_group_buffers
@@ -270,6 +272,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     repatch(keys)
     packed_rope.adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
     fused_steps.apply()
+    vector_gradients.apply()
     gradient_products.apply()
     parallel_products.apply(asked=config.use_ascend_mc2)
     megatron_recompute.apply()

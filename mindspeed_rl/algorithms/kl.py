@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mindspeed_rl.algorithms.limits import limit
+
 if TYPE_CHECKING:
     from mindspeed_rl.catalogue.objective import Distillation, Objective
     from mindspeed_rl.catalogue.records import KlEstimator
@@ -101,7 +103,7 @@ def kl_penalty(
     function, x = estimator.load(), log_probs - ref_log_probs
     if clamp and estimator.clamp is not None:
         ratio_limit, value_limit = estimator.clamp
-        value = function(x.clamp(-ratio_limit, ratio_limit)).clamp(-value_limit, value_limit)
+        value = limit(function(limit(x, -ratio_limit, ratio_limit)), -value_limit, value_limit)
     else:
         value = function(x)
     gradient = estimator.load_gradient(weighted=log_ratio is not None)

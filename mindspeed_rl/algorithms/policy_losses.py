@@ -28,6 +28,7 @@ from mindspeed_rl.algorithms.interfaces import (
     masked_mean,
 )
 from mindspeed_rl.algorithms.kl import estimate_divergence, kl_penalty
+from mindspeed_rl.algorithms.limits import limit
 
 if TYPE_CHECKING:
     from mindspeed_rl.catalogue.objective import Distillation, Objective
@@ -47,7 +48,8 @@ def clip(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """
     ratio, advantages = inputs.ratio, inputs.advantages
     unclipped = (ratio if objective.delta is None else ratio.clamp(max=objective.delta)) * advantages
-    bounded = ratio.clamp(1.0 - objective.clip_ratio_low, 1.0 + objective.clip_ratio_high) * advantages
+    # without gradient: it is taken only where the bounds change the ratio, and is constant there
+    bounded = ratio.detach().clamp(1.0 - objective.clip_ratio_low, 1.0 + objective.clip_ratio_high) * advantages
     clipped = bounded < unclipped
     # the minimum of both; torch.minimum takes ten kernels more in the backward pass, for the mean of two equal gradients
     losses = -torch.where(clipped, bounded, unclipped)
@@ -269,7 +271,7 @@ def _build_inputs(batch: PolicyBatch, objective: Objective, outside: Tensor) -> 
     if old_log_probs is None:
         old_log_probs = log_probs.detach()
     drift = log_probs - old_log_probs
-    log_ratio = drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = limit(drift, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return PolicyInputs(
         ratio=_compute_importance_ratio(log_ratio, batch.mask, objective.level),
         log_probs=log_probs,

@@ -103,8 +103,8 @@ def count(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int, *, as_
     # the first rank of the last stage: it has head and loss
     shown = job.world_size - job.world_size // config.pipeline_model_parallel_size
     records = ours[shown], None if plain is None else plain[shown]
-    copies, num_bytes = cast(list[int], ours[shown].pop("least_of_push"))
-    bounds["push"] = LowerBound(copies, 1, collective_bytes=num_bytes)  # each slice is written, and the proof is read
+    num_bytes = cast(int, ours[shown].pop("least_bytes_of_push"))
+    bounds["push"] = LowerBound(1, 1, collective_bytes=num_bytes)  # one call writes all slices, and the proof is read
     settings = _describe_settings(job, shown)
     return (
         json.dumps(encode_costs(*records, bounds, settings), indent=2) if as_json else format_costs(*records, bounds, settings)

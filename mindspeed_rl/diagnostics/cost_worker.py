@@ -22,7 +22,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 from mindspeed_rl import platform
-from mindspeed_rl.adaptors import fused_steps
+from mindspeed_rl.adaptors import fused_steps, vector_gradients
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.diagnostics.cost_iteration import CountJob
@@ -55,7 +55,7 @@ def count(job: CountJob) -> dict[str, object]:
         plain = _MegatronTrainer(job)
         return _count_second(plain.iterate, plain.inner)
     trainer = _SuiteTrainer(job)
-    return _count_second(trainer.iterate, trainer.inner) | {"least_of_push": trainer.least_of_push}
+    return _count_second(trainer.iterate, trainer.inner) | {"least_bytes_of_push": trainer.least_bytes_of_push}
 
 
 def _build_rows(job: CountJob) -> Rows:
@@ -141,7 +141,7 @@ class _SuiteTrainer:
     """The suite's engine: log-probs, an update, its weights pushed, training state off the device and back.
 
     Attributes:
-        least_of_push: copies and bytes that a push cannot do without.
+        least_bytes_of_push: bytes from other ranks that a push cannot do without.
     """
 
     def __init__(self, job: CountJob) -> None:
@@ -165,7 +165,7 @@ class _SuiteTrainer:
         places = read_destinations(self._rollout, self._rollout.load_weights, trained.shapes, dtype)
         self._push = WeightPush(trained, places, Exchange.from_world(), replica=dist.get_rank() // (tensor * sharing))
         self._rollout.resize(awake=False)
-        self.least_of_push = [len(places.needs()), self._push.needed_bytes]
+        self.least_bytes_of_push = self._push.needed_bytes
         self.inner: _Inner = [
             (engine, "_micro_batches", "micro-batches"),
             (PolicyModel, "_postprocess", "head"),
@@ -204,6 +204,7 @@ class _MegatronTrainer:
     def __init__(self, job: CountJob) -> None:
         config, plan = job.config, job.plan
         fused_steps.remove()
+        vector_gradients.remove()
         self._rows, self._device = _build_rows(job), platform.current().current_device()
         transformer = plan_transformer_config(config, plan)
         # rows are equally long, so stages need not send each other shapes, as in Megatron's script

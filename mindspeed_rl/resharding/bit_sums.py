@@ -11,7 +11,8 @@ nothing but signs change.
 
 A module of its own, because vLLM's workers need it without Megatron. In a processor's memory the loops are compiled where there
 is much to sum (`compiled_sums`). One call sums many parts, because a model has thousands of small ones and a call costs more
-than they do; parts at equal distances in memory, as stacked experts, are one call to a device.
+than they do: on a device, parts at equal distances in memory, as stacked experts, are summed where they are, and small parts
+with the same columns of their tensors are copied below one another, so that their number does not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +93,11 @@ class _Share:
         storage = self.elements.untyped_storage().data_ptr()
         return storage, self.first_row, self.first_column, *self.elements.shape, *self.elements.stride()
 
+    @property
+    def columns(self) -> tuple[object, ...]:
+        """Everything but the rows: equal for parts that may be below one another in one matrix."""
+        return self.elements.device, self.elements.dtype, self.first_column, self.elements.size(1)
+
 
 def _table_size(count: int) -> int:
     """Return the length of the table of weights that so many rows or columns take: few lengths, so that few are made."""
@@ -123,12 +129,13 @@ def _cached_device_weights(count: int, device: torch.device) -> tuple[Tensor, Te
 
 
 class _TorchSums:
-    """Sums by torch's kernels; many parts wait, and those at equal distances in memory are summed by one call."""
+    """Sums by torch's kernels; many parts wait, and those with the same columns are summed together."""
 
     def __init__(self) -> None:
         self._waiting: list[_Share] = []
         self._waiting_bytes = 0
-        self._sums: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+        #: device -> sums, and the group of each
+        self._sums: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
 
     def add(self, group: int, tensor_slice: Slice, view: Tensor) -> None:
         if not view.numel():
@@ -144,21 +151,53 @@ class _TorchSums:
         """Add the sums to their groups' sums."""
         self._sum()
         for groups, sums in self._sums.values():
-            index = platform.current().to_device([torch.tensor(groups)], totals.device)[0]
+            index = platform.current().to_device([torch.cat(groups)], totals.device)[0]
             totals.index_add_(0, index, torch.cat(sums).to(totals.device))
 
     def _sum(self) -> None:
-        for batch in self._batches():
-            first = batch[0].elements
-            step = batch[1].elements.storage_offset() - first.storage_offset() if len(batch) > 1 else 0
-            stacked = first.as_strided((len(batch), *first.shape), (step, *first.stride()))
-            groups, sums = self._sums.setdefault(first.device, ([], []))
-            groups += [share.group for share in batch]
-            sums.append(_sum_stacked(stacked, batch[0].first_row, batch[0].first_column))
+        small: dict[tuple[object, ...], list[list[_Share]]] = {}
+        for batch in self._split_by_distance():
+            if len(batch) * batch[0].elements.numel() < _chunk_size(batch[0].elements) // 2:
+                small.setdefault(batch[0].columns, []).append(batch)
+            else:
+                self._sum_in_place(batch)
+        for batches in small.values():
+            if len(batches) == 1:
+                self._sum_in_place(batches[0])
+            else:
+                for shares in _split_by_size([share for batch in batches for share in batch]):
+                    self._sum_copied(shares)
         self._waiting.clear()
         self._waiting_bytes = 0
 
-    def _batches(self) -> Iterator[list[_Share]]:
+    def _sum_in_place(self, batch: Sequence[_Share]) -> None:
+        """Sum shares at equal distances in memory."""
+        first = batch[0].elements
+        step = _offset(batch[1]) - _offset(batch[0]) if len(batch) > 1 else 0
+        stacked = first.as_strided((len(batch), *first.shape), (step, *first.stride()))
+        groups = torch.tensor([share.group for share in batch])
+        self._record(groups, _sum_stacked(stacked, batch[0].first_row, batch[0].first_column))
+
+    def _sum_copied(self, shares: Sequence[_Share]) -> None:
+        """Sum shares with the same columns, copied below one another: one sum per row."""
+        heights = [share.elements.size(0) for share in shares]
+        lines = torch.cat([share.elements for share in shares])
+        first, num_columns = shares[0].first_column, lines.size(1)
+        size = _table_size(max(first + num_columns, *(share.first_row + height for share, height in zip(shares, heights))))
+        rows, columns = _cached_device_weights(size, lines.device)
+        sums = lines.to(torch.int64).mul_(columns[first : first + num_columns]).sum(-1)
+        # a vector is row 0, whose weight is 1
+        if any(height > 1 or share.first_row for share, height in zip(shares, heights)):
+            parts = zip(shares, heights)
+            sums.mul_(torch.cat([rows[share.first_row : share.first_row + height] for share, height in parts]))
+        groups = torch.tensor([share.group for share in shares])
+        self._record(groups.repeat_interleave(torch.tensor(heights)), sums)
+
+    def _record(self, groups: Tensor, sums: Tensor) -> None:
+        for values, more in zip(self._sums.setdefault(sums.device, ([], [])), (groups, sums)):
+            values.append(more)
+
+    def _split_by_distance(self) -> Iterator[list[_Share]]:
         batch: list[_Share] = []
         for share in sorted(self._waiting, key=lambda share: (str(share.elements.device), share.key, _offset(share))):
             steps = {_offset(b) - _offset(a) for a, b in zip(batch[-2:], [*batch[-1:], share])} if batch else set()
@@ -170,8 +209,25 @@ class _TorchSums:
             yield batch
 
 
+def _split_by_size(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
+    """Yield consecutive shares of at most a chunk of elements."""
+    some: list[_Share] = []
+    num_elements = 0
+    for share in shares:
+        if some and num_elements + share.elements.numel() > _chunk_size(share.elements):
+            yield some
+            some, num_elements = [], 0
+        some.append(share)
+        num_elements += share.elements.numel()
+    yield some
+
+
 def _offset(share: _Share) -> int:
     return int(share.elements.storage_offset())
+
+
+def _chunk_size(elements: Tensor) -> int:
+    return _CHUNK_IN_CACHE if elements.is_cpu else _CHUNK
 
 
 def _sum_stacked(elements: Tensor, first_row: int, first_column: int) -> Tensor:
@@ -180,7 +236,7 @@ def _sum_stacked(elements: Tensor, first_row: int, first_column: int) -> Tensor:
     size = _table_size(max(first_row + num_rows, first_column + num_columns))
     rows, columns = _cached_device_weights(size, elements.device)
     rows, columns = rows[first_row : first_row + num_rows], columns[first_column : first_column + num_columns]
-    limit = _CHUNK_IN_CACHE if elements.is_cpu else _CHUNK
+    limit = _chunk_size(elements)
     sums = []
     for parts in elements.split(max(1, limit // (num_rows * num_columns))):
         step = max(1, limit // (parts.size(0) * num_columns))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rl.resharding.copies import Copies
 from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, relative_index, slice_shape
 from mindspeed_rl.resharding.transfer_plan import Move, Plan
 
@@ -21,8 +22,8 @@ from mindspeed_rl.resharding.transfer_plan import Move, Plan
 class ReadsSlices(Protocol):
     """Slices of HF tensors from this rank's shards: `transfer.Sources`, or its weights in another format."""
 
-    def read(self, name: str, tensor_slice: Slice, out: Tensor) -> None:
-        """Write a slice that this rank has to `out`, which has its shape."""
+    def read(self, name: str, tensor_slice: Slice, out: Tensor, copies: Copies | None = None) -> None:
+        """Write a slice that this rank has to `out`, which has its shape; with `copies` once they are made, or earlier."""
         ...
 
     def views(self, name: str, tensor_slice: Slice) -> Iterable[tuple[Slice, Tensor]]:
@@ -161,6 +162,7 @@ class PlanExecution:
             if rank == exchange.rank and (chosen is None or chunk in chosen):
                 self._local.setdefault(plan.chunks[chunk].tensor, []).append(chunk)
         self._gathered: dict[int, Tensor] = {}
+        self._copies = Copies()
 
     def _split_by_bucket(self, moves: Sequence[Move]) -> dict[int, _Bucket]:
         rank, size = self._exchange.rank, self._exchange.size
@@ -232,22 +234,24 @@ class PlanExecution:
             offset += move.num_bytes
             dtype, shape = self._dtypes[name], slice_shape(move.tensor_slice)
             if (space.storage_offset() + offset - move.num_bytes) % dtype.itemsize == 0:
-                self._read(name, move, out.view(dtype).view(shape))
+                self._read(name, move, out.view(dtype).view(shape), self._copies)
             else:  # after elements of a narrower type
-                aligned = torch.empty(shape, dtype=dtype, device=self._device)
-                self._read(name, move, aligned)
+                aligned, copies = torch.empty(shape, dtype=dtype, device=self._device), Copies()
+                self._read(name, move, aligned, copies)
+                copies.make()
                 out.copy_(aligned.view(-1).view(torch.uint8))
+        self._copies.make()
 
-    def _read(self, name: str, move: Move, out: Tensor) -> None:
+    def _read(self, name: str, move: Move, out: Tensor, copies: Copies) -> None:
         """Write the slice of a message to `out`: from this rank's weights, or from where it was received."""
         if not move.relayed:
             assert self._sources is not None
-            self._sources.read(name, move.tensor_slice, out)
+            self._sources.read(name, move.tensor_slice, out, copies)
             return
         for tensor_slice, view in self._sinks.direct[name]:
             part = intersect(tensor_slice, move.tensor_slice)
             if part is not None:
-                out[relative_index(part, move.tensor_slice)].copy_(view[relative_index(part, tensor_slice)])
+                copies.add(out[relative_index(part, move.tensor_slice)], view[relative_index(part, tensor_slice)])
 
     def _unpack(self, bucket: _Bucket, space: Tensor, ready: list[int]) -> Iterator[tuple[str, Tensor]]:
         """Copy the received slices to their destinations; yield the tensors that are complete with them."""
@@ -264,7 +268,9 @@ class PlanExecution:
             for tensor_slice, view in self._destinations(name, self._plan.chunks[move.chunk].tensor):
                 part = intersect(tensor_slice, move.tensor_slice)
                 if part is not None:
-                    view[relative_index(part, tensor_slice)].copy_(elements[relative_index(part, move.tensor_slice)])
+                    target = view[relative_index(part, tensor_slice)]
+                    self._copies.add(target, elements[relative_index(part, move.tensor_slice)])
+        self._copies.make()
         yield from self._finish(ready)
 
     def _finish(self, tensors: list[int]) -> Iterator[tuple[str, Tensor]]:
@@ -276,9 +282,11 @@ class PlanExecution:
                     part = intersect(tensor_slice, self._plan.chunks[chunk].tensor_slice)
                     if part is not None:
                         assert self._sources is not None
-                        self._sources.read(name, part, view[relative_index(part, tensor_slice)])
+                        self._sources.read(name, part, view[relative_index(part, tensor_slice)], self._copies)
             if tensor in self._gathered:
+                self._copies.make()
                 yield name, self._gathered.pop(tensor)
+        self._copies.make()
 
     def _destinations(self, name: str, tensor: int) -> list[tuple[Slice, Tensor]]:
         if name not in self._sinks.gathered:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl.models.quantized_names import is_quantized
+from mindspeed_rl.resharding.copies import Copies
 from mindspeed_rl.resharding.exchange import Exchange, ReadsSlices
 from mindspeed_rl.resharding.layouts import Slice, relative_index
 from mindspeed_rl.resharding.trained_weights import TrainedWeights
@@ -87,8 +88,11 @@ class QuantizedSources:
                 for (rows, _), view in self._sources.views(name, tensor_slice):
                     yield slice(*rows), view.abs().amax(1).float()
 
-    def read(self, name: str, tensor_slice: Slice, out: Tensor) -> None:
-        """Write a slice that this rank has to `out`, which has its shape."""
+    def read(self, name: str, tensor_slice: Slice, out: Tensor, copies: Copies | None = None) -> None:
+        """Write a slice that this rank has to `out`, which has its shape; see `ReadsSlices`."""
+        if name not in self._holders and name not in self.scales:
+            self._sources.read(name, tensor_slice, out, copies)
+            return
         for part, view in self.views(name, tensor_slice):
             out[relative_index(part, tensor_slice)].copy_(view)
 

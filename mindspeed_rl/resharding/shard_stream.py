@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mindspeed_rl.checkpoint.jobs import add_delta
 from mindspeed_rl.engine.fsdp.model import ShardedModel
+from mindspeed_rl.resharding.copies import Copies
 from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, relative_index
 from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.resharding.transfer import WeightSource
@@ -38,10 +39,12 @@ class RowSources:
         self._merged: tuple[str, Tensor] | None = None
         self.forget_merged()
 
-    def read(self, name: str, tensor_slice: Slice, out: Tensor) -> None:
-        """Write a slice that this rank has to `out`, which has its shape and any type."""
+    def read(self, name: str, tensor_slice: Slice, out: Tensor, copies: Copies | None = None) -> None:
+        """Write a slice that this rank has to `out`, which has its shape and any type; see `ReadsSlices`."""
+        # merged rows are not kept until the copies are made
+        copy = Tensor.copy_ if copies is None or name in self._pairs else copies.add
         for part, view in self.views(name, tensor_slice):
-            out[relative_index(part, tensor_slice)].copy_(view)
+            copy(out[relative_index(part, tensor_slice)], view)
 
     def views(self, name: str, tensor_slice: Slice) -> list[tuple[Slice, Tensor]]:
         """Return the part of a slice that this rank has, with a view of its elements."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 from mindspeed_rl.models.weights import WeightOp
+from mindspeed_rl.resharding.copies import Copies
 from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, ReadsSlices, Sinks
 from mindspeed_rl.resharding.layouts import (
     RankPosition,
@@ -64,10 +65,12 @@ class Sources:
         self._parts: dict[str, dict[tuple[int, Slice], list[tuple[Slice, Tensor]]]] = {}
         self._merged = ""
 
-    def read(self, name: str, tensor_slice: Slice, out: Tensor) -> None:
-        """Write a slice that this rank has to `out`, which has its shape and any type."""
+    def read(self, name: str, tensor_slice: Slice, out: Tensor, copies: Copies | None = None) -> None:
+        """Write a slice that this rank has to `out`, which has its shape and any type; see `ReadsSlices`."""
+        # what was computed is not kept until the copies are made
+        copy = Tensor.copy_ if copies is None or self._weights[name][0].is_computed else copies.add
         for part, view in self.views(name, tensor_slice):
-            out[relative_index(part, tensor_slice)].copy_(view)
+            copy(out[relative_index(part, tensor_slice)], view)
 
     def views(self, name: str, tensor_slice: Slice) -> list[tuple[Slice, Tensor]]:
         """Return the parts of a slice that this rank has, each with a view of its elements."""

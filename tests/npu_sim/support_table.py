@@ -20,7 +20,7 @@ ROWS = (
     ("Device, memory, random state, streams, profiler", "设备、显存、随机数、流、profiler", ("test_simulator.",)),
     ("The environment that the installer makes: every requirement met or left out with its reason",
      "安装脚本所建的环境：每项依赖都已满足，或附理由略去", ("test_installation.",)),
-    ("Fingerprints of weights equal the host's, five kernels a matrix", "权重指纹与主机一致，每个矩阵五个算子",
+    ("Fingerprints of weights equal the host's, small tensors summed together", "权重指纹与主机一致，小张量合并求和",
      ("test_fingerprints.",)),
     ("Gated delta net: convolution and rule equal the CPU, kernels by the longest sequence",
      "gated delta net：卷积与递推与 CPU 一致，算子数只随最长序列增长",

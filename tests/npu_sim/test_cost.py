@@ -25,16 +25,16 @@ COMMON = (
 VOCABULARY = "model.tiny_qwen25.padded_vocab_size=4096"
 ONE_RANK = "actor_config.tensor_model_parallel_size=1"
 #: two layers, two micro-batches, one rank
-MOST_KERNELS = {"log-probs": 122, "update": 506, "push": 207}
+MOST_KERNELS = {"log-probs": 122, "update": 462, "push": 47}
 #: an update reads norm, finite check (a kernel for each buffer of gradients) and metrics together; a push reads its
 #: fingerprints, then whether any rank differs
 MOST_WAITS = {"log-probs": 1, "update": 1, "push": 2, "offload": 2, "onload": 0}
 #: TP2 with sequence parallelism, four layers, four micro-batches of two packed rows
 LARGER = ("actor_config.sequence_parallel=true", "--layers", "4", "--rows", "8")
-MOST_KERNELS_LARGER = {"log-probs": 402, "update": 1381, "push": 371}
-#: with products that add to the sums of gradients
+MOST_KERNELS_LARGER = {"log-probs": 382, "update": 1240, "push": 61}
+#: with products and norms that add to the sums of gradients
 ADDED = ("actor_config.gemm_gradient_accumulation_fusion=true",)
-MOST_KERNELS_ADDED = {"log-probs": 402, "update": 1317, "push": 371}
+MOST_KERNELS_ADDED = {"log-probs": 382, "update": 1144, "push": 61}
 #: Qwen3-MoE of the tests: every layer has four experts, two of them for each token
 EXPERTS = (
     *("+model.tiny_qwen25.num_experts=4", "+model.tiny_qwen25.moe_router_topk=2", "+model.tiny_qwen25.moe_ffn_hidden_size=64"),
@@ -42,10 +42,8 @@ EXPERTS = (
     *("+actor_config.moe_grouped_gemm=true", ONE_RANK),
 )
 #: one rank that has all experts, two layers, two micro-batches; two ranks that share them
-MOST_KERNELS_EXPERTS = {"log-probs": 212, "update": 684, "push": 351}
-MOST_KERNELS_SHARED_EXPERTS = {"log-probs": 244, "update": 736, "push": 236}
-#: kernels of an update over plain Megatron + MindSpeed's
-MOST_OVER_PLAIN, MOST_OVER_PLAIN_WITH_EXPERTS = 1.07, 1.1
+MOST_KERNELS_EXPERTS = {"log-probs": 212, "update": 636, "push": 86}
+MOST_KERNELS_SHARED_EXPERTS = {"log-probs": 244, "update": 688, "push": 72}
 #: phases of a step outside the passes of its micro-batches
 OUTSIDE = ("log-probs", "update", "update / gradients", "update / optimizer", "push", "push / proof", "offload")
 #: columns of the loss, its terms, and blocks that the allocator does not cut
@@ -77,7 +75,7 @@ def check(result: dict[str, Any], limits: dict[str, int]) -> None:
     for phase in ("log-probs / forward", "update / forward"):
         assert ours[phase]["kernels"] <= plain[phase]["kernels"]
     for phase in ("log-probs", "update"):
-        assert ours[phase]["kernels"] <= MOST_OVER_PLAIN * plain[phase]["kernels"]
+        assert ours[phase]["kernels"] <= plain[phase]["kernels"]
         assert ours[phase]["waits"] <= plain[phase]["waits"]
         assert ours[phase]["collective_mib"] <= plain[phase]["collective_mib"] + 1e-4
         assert ours[phase]["peak_mib"] <= MORE_MEMORY * plain[phase]["peak_mib"]
@@ -133,7 +131,7 @@ def test_ranks_that_share_experts_wait_for_the_sizes_of_the_exchange_alone(capsy
     check_push(ours["push"], result["least"]["push"])
     assert ours["push"]["waits"] == MOST_WAITS["push"]
     for phase in ("log-probs", "update"):
-        assert ours[phase]["kernels"] <= MOST_OVER_PLAIN_WITH_EXPERTS * plain[phase]["kernels"]
+        assert ours[phase]["kernels"] <= plain[phase]["kernels"]
         assert ours[phase]["waits"] <= plain[phase]["waits"]
 
 

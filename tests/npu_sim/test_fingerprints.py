@@ -31,7 +31,7 @@ def full(tensor: torch.Tensor) -> tuple[tuple[tuple[int, int], ...], torch.Tenso
     return tuple((0, size) for size in tensor.shape), tensor
 
 
-def test_the_device_computes_the_fingerprints_of_the_host_with_five_kernels_a_matrix() -> None:
+def test_the_device_computes_the_fingerprints_of_the_host_with_few_kernels_for_many_tensors() -> None:
     generator = torch.Generator().manual_seed(0)
     experts = torch.randn(8, 2 * 24, 64, generator=generator).to(torch.bfloat16)
     host = [torch.randn(48, 64, generator=generator), torch.randn(64, generator=generator).to(torch.bfloat16)]
@@ -45,6 +45,13 @@ def test_the_device_computes_the_fingerprints_of_the_host_with_five_kernels_a_ma
     assert torch.equal(sum_groups(parts), expected)  # and the weights are on the device
     with Counted() as counted:
         assert torch.equal(sum_groups(parts), expected)
-    # bits as 64-bit integers, times the weights of columns, sum, times the weights of rows, sum; the last two not for a vector;
-    # all halves of all experts are one matrix; one copy to the host at the end
-    assert +counted.calls == {"_to_copy": 4, "mul_": 7, "sum": 7, "cat": 1}
+    # two matrices by themselves: bits as 64-bit integers, times the weights of columns, sum, times the weights of rows, sum;
+    # the vector and all halves of all experts are copied below one another, as are their rows' weights, without the last sum
+    assert +counted.calls == {"_to_copy": 3, "mul_": 6, "sum": 5, "cat": 3}
+    # many more of them cost no more
+    halves = [torch.randn(24, 64, generator=generator).to(torch.bfloat16) for _ in range(100)]
+    on_device = [half.to("npu") for half in halves]
+    with Counted() as counted:
+        sums = sum_groups([full(half)] for half in on_device)
+    assert torch.equal(sums, sum_groups([full(half)] for half in halves))
+    assert +counted.calls == {"_to_copy": 1, "mul_": 2, "sum": 1, "cat": 3}

@@ -242,7 +242,7 @@ def sources_module(module: ModuleType) -> None:
     """What a weight push reads for a bucket: not read, read twice, or changed."""
     inner = module.Sources.read
 
-    def read(self: Any, name: str, box: Any, out: Any) -> None:
+    def read(self: Any, name: str, box: Any, out: Any, copies: Any = None) -> None:
         fault = take("push.bucket", None)
         if fault is None or fault["how"] != "drop":
             inner(self, name, box, out)

@@ -1,6 +1,8 @@
-"""Sums of gradients that matrix products add to; each beside the sum in float64."""
+"""Sums of gradients that matrix products and norms add to; each beside the sum in float64."""
 
 from __future__ import annotations
+
+import types
 
 import simulator
 import torch
@@ -49,4 +51,23 @@ total = before.to(device)
 ends = torch.tensor(counts).cumsum(0).to(device)
 gradient_products._add_groups(inputs.to(device), upstream.to(device), ends, total)
 measure("experts", total.view(len(counts), width, out), want)
+
+# a norm, in two backward passes: the gradient of its weight beside torch's in float64
+norm = types.SimpleNamespace(
+    config=types.SimpleNamespace(gradient_accumulation_fusion=True, layernorm_zero_centered_gamma=False),
+    weight=torch.nn.Parameter(torch.rand(48).bfloat16().to(device)),
+    eps=1e-6,
+)
+norm.weight.main_grad = torch.zeros(48, device=device)
+run = gradient_products._build_norm(None)  # pyrefly: ignore[bad-argument-type]  (the plain form is not called)
+weight = norm.weight.detach().cpu().double().requires_grad_()
+for _ in range(2):
+    x, upstream = torch.randn(37, 1, 48).bfloat16(), torch.randn(37, 1, 48).bfloat16()
+    mine, theirs = x.to(device).requires_grad_(), x.double().requires_grad_()
+    run(norm, mine).backward(upstream.to(device))
+    torch.nn.functional.rms_norm(theirs, (48,), weight, 1e-6).backward(upstream.double())
+    error = (mine.grad.cpu().double() - theirs.grad).abs().max().item()
+    results["norm, inputs"] = {"error": error, "size": theirs.grad.abs().max().item(), "calls": 0}
+assert norm.weight.grad_added_to_main_grad
+measure("norm", norm.weight.main_grad, weight.grad)
 report(results)

@@ -93,6 +93,43 @@ def test_hundreds_of_tensors_of_both_widths_are_not_mixed_up() -> None:
     assert [int(total) & MASK for total in sums] == [by_hand(tensor) for tensor in tensors]
 
 
+def slices(tensor: torch.Tensor, first_row: int, first_column: int) -> Slice:
+    columns = (first_column, first_column + tensor.size(-1))
+    return (columns,) if tensor.dim() == 1 else ((first_row, first_row + tensor.size(0)), columns)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_parts_that_are_summed_together_keep_their_rows_columns_and_order(dtype: torch.dtype) -> None:
+    shapes = [(3, 8), (8,), (5, 8), (1, 8), (40, 8), (200, 8), (8, 3), (3,)]
+    parts = [torch.randn(shape).to(dtype) for shape in shapes]
+    places = [(0, 0), (0, 0), (7, 0), (3, 0), (60, 0), (0, 0), (0, 2), (0, 5)]
+
+    def compute(some: list[torch.Tensor], at: list[tuple[int, int]]) -> list[int]:
+        return [int(total) & MASK for total in sum_groups([(slices(x, *place), x)] for x, place in zip(some, at))]
+
+    expected = compute(parts, places)
+    # a vector is one row, the first
+    assert expected == [by_hand(x, row if x.dim() == 2 else 0, column) for x, (row, column) in zip(parts, places)]
+    # two parts in one group
+    both = sum_groups([[(slices(parts[0], 0, 0), parts[0]), (slices(parts[2], 7, 0), parts[2])]])
+    assert int(both) & MASK == (expected[0] + expected[2]) & MASK
+
+    flipped = [x.clone() for x in parts]
+    flipped[2].view(torch.int8).view(-1)[5] ^= 1
+    swapped = [parts[0], parts[1], parts[2].flip(0), *parts[3:]]
+    exchanged = [parts[0], parts[3][0], parts[2], parts[1][None], *parts[4:]]
+    moved = [(0, 0), (0, 0), (8, 0), *places[3:]]
+    shifted = [*places[:6], (0, 3), (0, 5)]
+    for found, changed in (
+        (compute(flipped, places), {2}),
+        (compute(swapped, places), {2}),
+        (compute(exchanged, places), {1, 3}),
+        (compute(parts, moved), {2}),
+        (compute(parts, shifted), {6}),
+    ):
+        assert {index for index, pair in enumerate(zip(found, expected)) if pair[0] != pair[1]} == changed
+
+
 def test_a_tensor_larger_than_a_chunk_of_a_device_is_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(300, 1001)
     whole = bit_sum(tensor)

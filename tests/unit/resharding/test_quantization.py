@@ -9,6 +9,7 @@ import torch
 from engine_model import EngineModel, EngineRank
 
 from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
+from mindspeed_rl.resharding.copies import Copies
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import Slice, full_slice
@@ -34,7 +35,7 @@ class Held:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
 
-    def read(self, name: str, tensor_slice: Slice, out: torch.Tensor) -> None:
+    def read(self, name: str, tensor_slice: Slice, out: torch.Tensor, copies: Copies | None = None) -> None:
         out.copy_(self.tensors[name][tuple(slice(*side) for side in tensor_slice)])
 
     def views(self, name: str, tensor_slice: Slice) -> Iterator[tuple[Slice, torch.Tensor]]:

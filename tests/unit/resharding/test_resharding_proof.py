@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_model import EngineModel, EngineRank
 
+from mindspeed_rl.resharding.copies import Copies
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import Slice, full_slice
@@ -32,7 +33,7 @@ class Held:
 
     tensors: dict[str, torch.Tensor]
 
-    def read(self, name: str, tensor_slice: Slice, out: torch.Tensor) -> None:
+    def read(self, name: str, tensor_slice: Slice, out: torch.Tensor, copies: Copies | None = None) -> None:
         for _, view in self.views(name, tensor_slice):
             out.copy_(view)
 

@@ -59,7 +59,7 @@ class Held:
     def views(self, name, tensor_slice):
         yield tensor_slice, self.tensors[name][relative_index(tensor_slice, full_slice(shapes[name]))]
 
-    def read(self, name, tensor_slice, out):
+    def read(self, name, tensor_slice, out, copies=None):
         out.copy_(next(self.views(name, tensor_slice))[1])
 
     def forget_merged(self):
