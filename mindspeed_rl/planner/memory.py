@@ -507,7 +507,8 @@ def _sharded_update(run: RunShape, model: Model, stage: int) -> dict[str, int]:
         return {}
     elements = model.elements[stage]
     # gradients of micro-batches are added on each rank, and divided over the ranks in the last one layer by layer
-    sums = model.full_gradients(elements) - model.gradients(elements) if run.micro_batches > 1 else 0
+    adds_up = run.micro_batches > 1 and not model.config.offload_gradients
+    sums = model.full_gradients(elements) - model.gradients(elements) if adds_up else 0
     return {**_gathered(model, stage), "gradients of all ranks": sums}
 
 
