@@ -549,6 +549,8 @@ def test_gradients_that_leave_the_device_are_counted_on_the_host(devices: int) -
     # several micro-batches are added up in full before ranks divide them, or divided at once
     assert here.get("gradients of all ranks", 0) == pytest.approx(4 * count * (1 - 1 / devices), rel=1e-3)
     assert "gradients of all ranks" not in there
+    # an engine of shards has gradients in an update only
+    assert [phase.name for phase in plans[0].groups[0].phases if "gradients" in phase.owners] == ["update"]
     on_host = [plan.host.owners.get("gradients", 0) for plan in plans if plan.host is not None]
     assert on_host == [0, pytest.approx(4 * count / devices, rel=1e-3)]
 
