@@ -443,7 +443,7 @@ class _WithoutCopy(ReduceScatter):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for an input, and at the next call the same for its result."""
         taken, self._input = self._input, None
-        if taken is None or taken.shape != torch.Size(size):  # of a reduction that failed
+        if taken is None or tuple(taken.shape) != tuple(size):  # of a reduction that failed
             taken = self._input = torch.empty(*size, dtype=dtype, device=device)
         return taken
 
