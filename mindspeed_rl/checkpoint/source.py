@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_rl.checkpoint.block_fp8 import group_of, is_scale, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolder
-from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup
+from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup, same_bits
 from mindspeed_rl.checkpoint.mcore import Adapters, iteration_folder
 from mindspeed_rl.checkpoint.megatron_source import open_layout
 from mindspeed_rl.config.model_metadata import HF_FILES
@@ -28,6 +28,8 @@ from mindspeed_rl.models.vision import read_text_config
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.bias$|masked_bias$")
 #: prefixes of prediction layers that are not numbered with the decoder layers
 _MTP = ("mtp.", "model.mtp_layers.")
+#: rows at either end of a stored head that are compared with the embedding's
+_COMPARED_ROWS = 8
 _HF_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
 
 
@@ -269,7 +271,7 @@ def _check_layer_count(folder: HfFolder, architecture: Architecture, model_confi
 
 
 def check_hf_tensors(path: Path, architecture: Architecture, model_config: ModelConfig, *, loosely: bool) -> list[str]:
-    """Check that an HF folder has the weights of the model that its config.json describes; reads only headers.
+    """Check that an HF folder has the weights of the model that its config.json describes; reads headers and a few rows.
 
     Args:
         model_config: model config of the model that will be built; a reward head need not be among the weights.
@@ -279,11 +281,12 @@ def check_hf_tensors(path: Path, architecture: Architecture, model_config: Model
         A sentence for each kind of tensor that is left behind.
 
     Raises:
-        ValueError: it holds tensors or layers that the model does not have.
+        ValueError: it holds tensors or layers that the model does not have, or another head than `tie_word_embeddings` states.
     """
     folder = HfFolder(path)
     _check_layer_count(folder, architecture, model_config)
     _check_vocabulary(folder, architecture, model_config)
+    _check_head(folder, architecture, model_config, loosely=loosely)
     names = {name for op in architecture.weight_ops(model_config) for name in op.hf}
     copies = {
         *architecture.hf_copies(model_config),
@@ -311,6 +314,35 @@ def _check_vocabulary(folder: HfFolder, architecture: Architecture, model_config
                     f"{folder.path.absolute()}: {name} has {record.shape[0]} tokens, and vocab_size of its config.json is"
                     f" {shape[0]}; weights and config.json are of different models, or one was edited"
                 )
+
+
+def _check_head(folder: HfFolder, architecture: Architecture, model_config: ModelConfig, *, loosely: bool) -> None:
+    """Raise ValueError where the weights lack an untied head, or have a tied one that is not the embedding."""
+    if model_config.head != "lm":
+        return
+    origin = folder.path.absolute()
+    if model_config.untie_embeddings_and_output_weights:
+        heads = [op.hf[0] for op in architecture.weight_ops(model_config) if op.mcore == "output_layer.weight"]
+        for name in () if loosely else heads:
+            stem = name.removesuffix(".weight").rpartition(".")[2]
+            # weights of a quantized head have other endings
+            if not any(stem in stored.split(".") for stored in folder.stored_names):
+                raise ValueError(
+                    f"{origin} has no {name}, and tie_word_embeddings of its config.json is false; weights and config.json are"
+                    " of different models, or one was edited"
+                )
+        return
+    tied, embedding = "lm_head.weight", f"{architecture.text_prefix}embed_tokens.weight"
+    if not {tied, embedding} <= folder.records.keys():
+        return
+    rows = folder.records[embedding].shape[0]
+    for start in (0, max(0, rows - _COMPARED_ROWS)):
+        stop = min(rows, start + _COMPARED_ROWS)
+        if not same_bits(*(folder.read(name, 0, start, stop) for name in (tied, embedding))):
+            raise ValueError(
+                f"{origin}: {tied} differs from {embedding}, to which config.json ties it; set tie_word_embeddings to false in "
+                "its config.json, or save the model again"
+            )
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.threads import count_cores
+from mindspeed_rl.engine.host_threads import computing_on_host, count_host_threads
 from mindspeed_rl.engine.muon import MuonAdamW, move_by_adam
 
 #: float32 numbers of a slice of one state: large enough for a disk, small beside any model
@@ -292,6 +292,9 @@ class OffloadedOptimizer:
 
     A float32 weight that is off the device keeps its tensor there, whose storage is empty but while a checkpoint is saved or
     loaded (`on_host`), when the tensor is the host's.
+
+    Attributes:
+        gradients: gradients of a step that are not in `parameter.grad`, by parameter; they may be in host memory.
     """
 
     def __init__(
@@ -305,6 +308,7 @@ class OffloadedOptimizer:
             folder: folder of the file with the states; None: they are in host memory.
         """
         self.inner = inner
+        self.gradients: Mapping[Tensor, Tensor] = {}
         self._muon = inner if isinstance(inner, MuonAdamW) else None
         self._kernel: _Kernel = _step_fused if self._muon is None else _step_plain
         self._parameters: dict[Tensor, _Parameter] = {}
@@ -319,11 +323,8 @@ class OffloadedOptimizer:
             self._parameters[parameter] = _Parameter(weight, names, states, is_matrix)
         width = max((len(item.names) for item in self._parameters.values()), default=0)
         self._states: _States = _MemoryStates(sizes) if folder is None else _FileStates(sizes, folder, width)
-        is_cpu = platform.current().name == "cpu"
-        self._copies = _NoCopies() if is_cpu else _StagedCopies()
-        self._num_threads = torch.get_num_threads()
-        if not is_cpu:  # whose worker has one thread from Ray
-            self._num_threads = max(1, count_cores() // platform.current().device_module.device_count())
+        self._copies = _NoCopies() if platform.current().name == "cpu" else _StagedCopies()
+        self._num_threads = count_host_threads()
         for parameter, record in self._parameters.items():
             for item in () if record.weight is None else record.slices(parameter.numel(), num_states=1):
                 assert record.weight is not None
@@ -382,16 +383,15 @@ class OffloadedOptimizer:
             self.inner.step()  # a device computes this while the host continues
         grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         here = [(parameter, group) for parameter, group in grouped if parameter in self._parameters]
-        here = [(parameter, group) for parameter, group in here if parameter.grad is not None]
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
-        try:
+        here = [(parameter, group) for parameter, group in here if self._find_gradient(parameter) is not None]
+        with computing_on_host(self._num_threads):
             self._step_on_host([pair for pair in here if not self._parameters[pair[0]].on_device])
-        finally:
-            torch.set_num_threads(threads)
         for parameter, group in here:
             if self._parameters[parameter].on_device:
                 self._step_on_device(parameter, group)
+
+    def _find_gradient(self, parameter: Tensor) -> Tensor | None:
+        return self.gradients.get(parameter, parameter.grad)
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
@@ -428,8 +428,9 @@ class OffloadedOptimizer:
     def _start(self, parameter: Tensor, item: _Slice) -> None:
         """Start to load what the update of a slice reads."""
         self._states.start_reading(item)
-        assert parameter.grad is not None
-        fetched = [parameter.grad] if self._parameters[parameter].weight is not None else [parameter.grad, parameter]
+        gradient = self._find_gradient(parameter)
+        assert gradient is not None
+        fetched = [gradient] if self._parameters[parameter].weight is not None else [gradient, parameter]
         self._copies.start_fetching([tensor.view(-1)[item.start : item.stop] for tensor in fetched])
 
     def _read(self, slices: Sequence[_Slice]) -> Iterator[tuple[_Slice, list[Tensor]]]:

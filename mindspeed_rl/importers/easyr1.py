@@ -20,6 +20,7 @@ from mindspeed_rl.importers.options import (
     Option,
     SourceCommand,
     SourceProject,
+    by,
     no_effect,
     part,
     read_scalar,
@@ -52,7 +53,7 @@ from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file, load_yaml, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.training_engine import keep_fsdp
-from mindspeed_rl.importers.translators import find_module, interval, name_prompts, require_one, set_trackers
+from mindspeed_rl.importers.translators import find_module, interval, name_prompts, note_remote_code, require_one, set_trackers
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults
 from mindspeed_rl.importers.yaml_text import load_yaml_text
 
@@ -152,7 +153,7 @@ _MODEL: dict[str, Option] = {
     "tokenizer_path": to(f"{ACTOR}.tokenizer_name_or_path"),
     "override_config": refused("other numbers of the model than in config.json"),
     "enable_gradient_checkpointing": with_others("recompute_granularity"),
-    "trust_remote_code": no_effect("models are built here"),
+    "trust_remote_code": by(note_remote_code, "off, with the keys that allow it"),
     "freeze_vision_tower": with_others("freeze_vit"),
     **_list("lora.rank lora.alpha lora.target_modules", part(LORA, off="without adapters")),
     "lora.exclude_modules": with_others("layers of the decoder have adapters, as a vision tower has none here"),

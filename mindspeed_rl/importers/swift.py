@@ -48,7 +48,7 @@ from mindspeed_rl.importers.swift_weights import (
     note_chat_template,
 )
 from mindspeed_rl.importers.training_engine import Split, choose_engine
-from mindspeed_rl.importers.translators import read_option_file
+from mindspeed_rl.importers.translators import read_mapping, read_option_file
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
@@ -225,6 +225,10 @@ def _read_order(run: Import, command: SourceCommand) -> str | None:
     return "rows of similar lengths together" if is_sorted else None
 
 
+#: note of the keys of an offload
+_OFFLOADED = "the source has gradients and optimizer states in host memory, and its host makes the update"
+
+
 def _choose_engine(
     run: Import, command: SourceCommand, kind: str, sizes: Sizes, targets: list[str]
 ) -> tuple[tuple[str, object, str], ...]:
@@ -242,7 +246,33 @@ def _choose_engine(
     )
     if reason and "--deepspeed" in run.translated:
         run.translated["--deepspeed"] += f"; {reason}"
-    return defaults
+    if not defaults:
+        return ()
+    return (*defaults, *((f"{ACTOR}.{name}", value, _OFFLOADED) for name, value in _list_offloaded(run, command).items()))
+
+
+def _read_division(run: Import, command: SourceCommand, option: str) -> Mapping[str, object]:
+    """Return the settings of an option that names a file or holds JSON; nothing for a name or words."""
+    text = command.text(option)
+    path = find_file(Command((), {}, 0, folder=run.settings.folder), text) if text.endswith(".json") else None
+    if path is not None:
+        return read_option_file(path)
+    return read_mapping(option, text) if text.startswith("{") else {}
+
+
+def _list_offloaded(run: Import, command: SourceCommand) -> dict[str, object]:
+    """Return the keys of what FSDP or ZeRO-3 has in host memory: gradients, and optimizer states that the host updates."""
+    settings = [_read_division(run, command, name) for name in ("fsdp", "fsdp_config")]
+    nested = [inner for entry in settings if isinstance(inner := entry.get("fsdp_config"), Mapping)]
+    words = [command.text("fsdp"), *(str(entry.get("fsdp", "")) for entry in settings)]
+    by_fsdp = any(entry.get(name) is True for entry in (*settings, *nested) for name in ("offload_params", "cpu_offload"))
+    by_fsdp |= any("offload" in text.split() for text in words)
+    zero = _read_division(run, command, "deepspeed").get("zero_optimization")
+    states = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
+    by_zero = command.text("deepspeed") == "zero3_offload" or (isinstance(states, Mapping) and states.get("device") == "cpu")
+    if not (by_fsdp or by_zero):
+        return {}
+    return {"offload_gradients": True, "optimizer_offload_fraction": 1.0}
 
 
 def _find_division(run: Import, command: SourceCommand) -> str:
@@ -250,8 +280,7 @@ def _find_division(run: Import, command: SourceCommand) -> str:
     if command.get("fsdp") or command.get("fsdp_config"):
         return "FSDP"
     value = command.text("deepspeed")
-    path = find_file(Command((), {}, 0, folder=run.settings.folder), value) if value.endswith(".json") else None
-    zero = read_option_file(path).get("zero_optimization") if path is not None else None
+    zero = _read_division(run, command, "deepspeed").get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, Mapping) else 3 if value.startswith("zero3") else 0
     return "ZeRO-3" if stage == 3 else ""
 

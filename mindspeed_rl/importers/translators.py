@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import Option, SourceCommand, by, read_count, read_scalar
-from mindspeed_rl.importers.recipe import ACTOR, RL
+from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_files import find_file
@@ -57,6 +57,16 @@ def offload_optimizer(group: str, default: float) -> dict[str, Option]:
         switch: by(translate_switch, f"{share}, where it is on"),
         share: by(translate_share, f"see {switch}"),
     }
+
+
+def note_remote_code(run: Import, option: str, value: object) -> None:
+    """Note that the code of a model folder stays off, with the keys that a user who trusts it sets."""
+    if value in (True, "True", "true", 1):
+        text = "code of a model folder does not run: for a model that needs it and that you trust, set "
+        text += f"{ACTOR}.trust_remote_code (engine: fsdp) and {ENGINE}.trust_remote_code"
+        run.note(option, text, changes_nothing=False)
+    else:
+        run.note(option, "code of a model folder does not run")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -1570,7 +1570,10 @@ def _choose_engine(run: Import, command: SourceCommand) -> None:
             for name in names:
                 run.translate(name, {f"{ACTOR}.engine": "fsdp"}, "a shard of all weights, gradients and states on each device")
             if command.flag(offload) and strategy == "fsdp2":
-                run.translate(offload, {f"{ACTOR}.swap_optimizer": True}, "weights are on the device in an update")
+                moved = {f"{ACTOR}.swap_optimizer": True}
+                if run.get(f"{ACTOR}.optimizer") != "muon":
+                    moved[f"{ACTOR}.offload_gradients"] = True
+                run.translate(offload, moved, "weights are on the device in an update")
             if 0 < (size := int(command.number(groups, -1))) < command.devices:
                 run.translate(groups, {f"{ACTOR}.fsdp_size": size}, "the other devices have copies")
             if not names:

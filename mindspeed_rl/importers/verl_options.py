@@ -28,7 +28,14 @@ from mindspeed_rl.importers.recipe import (
     ENGINE as GENERATE,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.translators import TRACKERS, interval, note_trackers, set_rollout_format, set_template_arguments
+from mindspeed_rl.importers.translators import (
+    TRACKERS,
+    interval,
+    note_remote_code,
+    note_trackers,
+    set_rollout_format,
+    set_template_arguments,
+)
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
 
 _PROFILER = "profiler_config.integrated"
@@ -133,7 +140,7 @@ _FSDP: tuple[tuple[str, Option], ...] = (
         ),
         _SHARDING,
     ),
-    ("offload_policy", with_others("swap_optimizer")),
+    ("offload_policy", with_others("swap_optimizer and offload_gradients")),
     ("fsdp_size", with_others("fsdp_size")),
     ("model_dtype", with_others("the format of the weights", off="the row weights of the plan has it", by_nature=True)),
     (f"{_ENTROPY} {_PADDED} use_torch_compile", _MEMORY),
@@ -400,7 +407,8 @@ _MODEL: tuple[tuple[str, Option], ...] = (
     ("custom_chat_template", refused("a chat template in the command; see prompt_type")),
     ("external_lib", refused("modules that are imported at the start")),
     ("override_config", refused("other values than in config.json", unless=({},))),
-    ("trust_remote_code use_shm", no_effect("models are built from their config.json, and read from their folder")),
+    ("use_shm", no_effect("models are built from their config.json, and read from their folder")),
+    ("trust_remote_code", by(note_remote_code, "off, with the keys that allow it")),
     ("enable_activation_offload tiled_mlp.enabled tiled_mlp.num_shards use_remove_padding", _MEMORY),
     ("exclude_modules", by(lambda run, option, value: _leave_out(run, option, value), "the vision tower has no adapters")),
     ("lora_adapter_path lora.adapter_path", with_others("the adapter that training continues")),
@@ -635,9 +643,10 @@ _DATA: tuple[tuple[str, Option], ...] = (
     ),
     (
         "use_shm val_batch_size return_raw_input_ids return_raw_chat return_full_prompt dataloader_num_workers "
-        "validation_shuffle filter_overlong_prompts_workers trust_remote_code",
+        "validation_shuffle filter_overlong_prompts_workers",
         no_effect("rows are read from mapped memory by one process"),
     ),
+    ("trust_remote_code", by(note_remote_code, "off, with the keys that allow it")),
 )
 _REWARD: tuple[tuple[str, Option], ...] = (
     ("num_workers", to(f"{RL}.num_reward_workers")),

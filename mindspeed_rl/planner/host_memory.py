@@ -160,8 +160,9 @@ def _list_saved(run: RunShape) -> list[Model]:
 
 
 def _count_copies(run: RunShape, model: Model) -> dict[str, int]:
-    """Return the bytes of a model's weights and optimizer that are copied to the host, on its fullest stage."""
+    """Return the bytes of a model's weights, optimizer and gradients that leave for the host, on its fullest stage."""
     generate, copies = run.generate, {"weights": 0, "optimizer": 0}
+    copies["gradients"] = max(map(model.host_gradients, model.elements))
     if model.is_streamed or (generate is not None and generate.offload_train_param):
         copies["weights"] = max(model.weights(elements) for elements in model.elements)
     is_copied = model.config.swap_optimizer or (generate is not None and generate.offload_train_optimizer)

@@ -290,6 +290,8 @@ def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:
     for name, model in {"": run.actor, **{name: run.others[name] for name in built}}.items():
         elements = model.stage(stage, stages)
         count = asdict(_ModelBytes.count(model, elements, stepped=False))
+        if model.holding.is_sharded:  # whose gradients are there in an update only
+            count["gradients"] = 0
         # a swapped optimizer leaves for the host once it is built
         built_optimizer = model.state(elements, stepped=False) if model.config.swap_optimizer else count["optimizer"]
         for moment in ({**count, "optimizer": 0}, {**count, "optimizer": built_optimizer, "gradients": 0}):
@@ -464,9 +466,15 @@ def _resident_bytes(
         "gradients": not run.generate.offload_train_grad,
         "optimizer": not run.generate.offload_train_optimizer,
     }
-    owners = {owner: count for owner, count in {**weights, **state}.items() if resident[owner]}
+    owners = {
+        owner: count
+        for owner, count in {**weights, **state}.items()
+        if resident[owner] and not (owner == "gradients" and run.actor.holding.is_sharded)
+    }
     for name, count in others.items():
-        stays = {owner: is_resident and not run.others[name].is_streamed for owner, is_resident in resident.items()}
+        model = run.others[name]
+        stays = {owner: is_resident and not model.is_streamed for owner, is_resident in resident.items()}
+        stays["gradients"] &= not model.holding.is_sharded
         owners[name] = sum(getattr(count, owner) for owner, is_resident in stays.items() if is_resident)
     return owners
 
@@ -507,7 +515,8 @@ def _sharded_update(run: RunShape, model: Model, stage: int) -> dict[str, int]:
         return {}
     elements = model.elements[stage]
     # gradients of micro-batches are added on each rank, and divided over the ranks in the last one layer by layer
-    sums = model.full_gradients(elements) - model.gradients(elements) if run.micro_batches > 1 else 0
+    adds_up = run.micro_batches > 1 and not model.config.offload_gradients
+    sums = model.full_gradients(elements) - model.gradients(elements) if adds_up else 0
     return {**_gathered(model, stage), "gradients of all ranks": sums}
 
 

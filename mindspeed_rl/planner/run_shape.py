@@ -134,8 +134,14 @@ class Model:
         return elements.dense, elements.expert
 
     def gradients(self, elements: Elements) -> int:
-        """Return the bytes of the gradients, which are summed in float32 unless the run file says otherwise."""
+        """Return the bytes of the gradients on the device, which are summed in float32 unless the run file says otherwise."""
+        if self.config.offload_gradients:  # those of the layer that is reduced, and of the one before
+            elements = count_streamed_elements(self.plan, self.config)[0]
         return -(-self.full_gradients(elements) // self._shards)
+
+    def host_gradients(self, elements: Elements) -> int:
+        """Return the bytes of the gradients that are summed in host memory."""
+        return -(-self.full_gradients(elements) // self._shards) if self.config.offload_gradients else 0
 
     def full_gradients(self, elements: Elements) -> int:
         """Return the bytes of the gradients before they are divided over ranks: while micro-batches add to them."""

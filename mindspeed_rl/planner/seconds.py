@@ -455,7 +455,10 @@ class _Passes:
             splits = gathers or model.holding.is_sharded
             sent = (model.full_gradients(stage) + (model.weights(stage) if gathers else 0) for stage in model.elements)
             gradients = (1 if splits else 2) * max(sent) / self._bytes_per_second(model.devices)
-        parts = {"gradients": count * gradients}
+        # gradients on the host are reduced, and copied there, in every micro-batch
+        times = run.micro_batches if model.config.offload_gradients else 1
+        copied = times * max(map(model.host_gradients, model.elements)) / (run.device.host * self._efficiency.host)
+        parts = {"gradients": count * (times * gradients + copied)}
         if model.config.swap_optimizer:
             state = max(model.state(elements) for elements in model.elements)
             # loaded before each step and offloaded after it

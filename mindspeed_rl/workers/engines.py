@@ -133,7 +133,7 @@ def _build_fsdp(config: MegatronConfig, plan: ModelPlan, hf_folder: Path, passes
         lambda: ShardStream(model),
         DcpFiles(engine),
         engine.replay_experts,
-        model.read_gradients,
+        engine.read_gradients,
         model.adapters,
     )
 

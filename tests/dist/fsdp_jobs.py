@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from mindspeed_rl.engine.lora_layers import AdaptedModule, LoraSettings
 from mindspeed_rl.engine.optimizer import reload_main_weights
 from mindspeed_rl.engine.router_replay import ExpertReplay
 from mindspeed_rl.engine.saved_states import AVERAGE, WEIGHTS, open_saved_state
+from mindspeed_rl.engine.weight_average import WeightAverage
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import TensorSource
@@ -131,17 +133,48 @@ def resume(setting: Setting, folder: str, more: int) -> dict[str, Any]:
         return summary(results, weights) | {"loaded": loaded}
 
 
-def pass_on(setting: Setting, folder: str, out: str) -> dict[str, Any]:
+def save_averaged(setting: Setting, folder: str, steps: int, source: str) -> dict[str, Any]:
+    """Trains with a moving average of the weights on Megatron's engine, saves, and reports the average.
+
+    Args:
+        source: the module that has the rows.
+    """
+    with jobs.engine_of(setting) as engine:
+        rows = my_rows(importlib.import_module(source).all_rows())
+        engine.average = WeightAverage(engine.list_trained, 0.9)
+        for _ in range(steps):
+            engine.train_step(rows, setting.batching, weighted_loss)
+        CheckpointSaver(engine, folder).save(steps, {})
+        with engine.average.in_place():
+            return {name: tensor.clone() for name, tensor in WeightStream(engine.model).named_tensors()}
+
+
+def read_average(setting: Setting, folder: str) -> dict[str, Any]:
+    """The moving average of a checkpoint by HF name, taken by the engine, and whether it is another one than the weights."""
+    with engine_of(setting) as (engine, built):
+        engine.average = WeightAverage(engine.list_trained, 0.9)
+        load_checkpoint(engine, folder, files=built.files)
+        weights = {name: tensor.clone() for name, tensor in built.build_stream().named_tensors()}
+        with engine.average.in_place():
+            average = {name: tensor.clone() for name, tensor in built.build_stream().named_tensors()}
+        return {"average": average, "differs": any(not torch.equal(average[name], weights[name]) for name in average)}
+
+
+def pass_on(setting: Setting, folder: str, out: str, averages: bool = False) -> dict[str, Any]:
     """Takes a checkpoint and saves it again, without a step between them."""
     with engine_of(setting) as (engine, built):
+        if averages:
+            engine.average = WeightAverage(engine.list_trained, 0.9)
         loaded = load_checkpoint(engine, folder, files=built.files)
         CheckpointSaver(engine, out, built.files).save(loaded["iteration"], loaded["run_state"])
         return loaded
 
 
-def pass_on_megatron(setting: Setting, folder: str, out: str) -> dict[str, Any]:
+def pass_on_megatron(setting: Setting, folder: str, out: str, averages: bool = False) -> dict[str, Any]:
     """The same on Megatron's engine."""
     with jobs.engine_of(setting) as engine:
+        if averages:
+            engine.average = WeightAverage(engine.list_trained, 0.9)
         loaded = load_checkpoint(engine, folder)
         CheckpointSaver(engine, out).save(loaded["iteration"], loaded["run_state"])
         return loaded

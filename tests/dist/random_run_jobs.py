@@ -103,7 +103,7 @@ def read_weights(role: Role) -> dict[str, np.ndarray]:
 def read_gradients(role: Role) -> dict[str, np.ndarray] | None:
     """The gradients of a step by the same names; None of a distributed optimizer of Megatron. Collective."""
     if isinstance(role.engine, FsdpEngine):
-        return {name: value.float().numpy() for name, value in role.engine.model.read_gradients().items()}
+        return {name: value.float().numpy() for name, value in role.engine.read_gradients().items()}
     return None if role.config.use_distributed_optimizer else collect_gradients(role.megatron)
 
 

@@ -283,6 +283,8 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys, 
         "rl_config": rl,
         "generate_config": generate,
     }
+    if draws_more and engines["actor"] == "fsdp" and random.Random(f"gradients of {seed}").random() < 0.5:
+        keys["actor_config"]["offload_gradients"] = True
     if stage == "ray_ppo":
         keys["critic_config"] = optimizer | {"lr": 0.2, "engine": engines["critic"]}
     routed = has_experts and rl.get("router_replay", {}).get("mode") == "R3"

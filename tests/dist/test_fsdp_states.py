@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ _RESUMED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (_HALF, _HALF),
     (_HALF | {"swap_optimizer": True}, _HALF),
     ({"optimizer_offload_fraction": 0.5}, {"optimizer_offload_fraction": 1.0}),
+    ({"offload_gradients": True}, {"offload_gradients": True}),
     ({"optimizer_offload_fraction": 0.5, "optimizer_offload_path": "folder"}, {}),
     ({}, {"optimizer_offload_fraction": 0.5, "optimizer_offload_path": "folder"}),
 ]
@@ -122,3 +124,41 @@ def test_the_other_engine_takes_states_wherever_they_are(ranks: Callable[[int], 
     assert report["grad_norm"] == expected["grad_norm"]
     for name, weight in expected["weights"].items():
         np.testing.assert_array_equal(report["weights"][name], weight)
+
+
+#: keys beside offloaded gradients, ranks, and whether a step has one micro-batch on each rank
+_OFFLOADED: list[tuple[dict[str, Any], int, bool]] = [
+    ({}, 1, False),
+    ({}, 2, True),
+    ({"optimizer_offload_fraction": 0.4}, 1, False),
+    (_HALF, 1, False),
+    ({"bf16": True}, 1, False),
+    ({"fsdp_size": 1}, 2, True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "size", "is_single"), _OFFLOADED)
+def test_gradients_off_the_device_make_the_same_bits(
+    ranks: Callable[[int], Ranks], folder: str, keys: dict[str, Any], size: int, is_single: bool
+) -> None:
+    plain = Setting(folder, keys, micro_batch_size=8 if is_single else 2)
+    expected, *_ = ranks(size).run(fsdp_jobs.train, setting=plain, steps=3)
+    moved = replace(plain, keys=keys | {"offload_gradients": True})
+    report, *_ = ranks(size).run(fsdp_jobs.train, setting=moved, steps=3)
+    assert report["grad_norm"] == expected["grad_norm"]
+    for part in ("gradients", "weights"):
+        assert report[part].keys() == expected[part].keys() and report[part]
+        for name, value in expected[part].items():
+            np.testing.assert_array_equal(report[part][name], value)
+
+
+@pytest.mark.slow
+def test_gradients_off_the_device_of_several_ranks_and_micro_batches_differ_by_rounding(
+    ranks: Callable[[int], Ranks], folder: str
+) -> None:
+    expected, *_ = ranks(2).run(fsdp_jobs.train, setting=Setting(folder), steps=3)
+    report, *_ = ranks(2).run(fsdp_jobs.train, setting=Setting(folder, {"offload_gradients": True}), steps=3)
+    assert report["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    for name, value in expected["gradients"].items():
+        assert np.abs(report["gradients"][name] - value).max() <= 1e-6 * np.abs(value).max(), name

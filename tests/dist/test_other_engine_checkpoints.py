@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_families
 import tiny_hf
+import tiny_vision
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
@@ -24,10 +25,12 @@ _UNBALANCED = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Name of a family, or of a model of `tiny_hf` -> the folder of its tiny model."""
+    """Name of a family, a model of `tiny_hf`, or "images" and a model of `tiny_vision` -> the folder of its tiny model."""
 
     @cache
     def save(name: str) -> str:
+        if name.startswith("images "):
+            return str(tiny_vision.save(name.removeprefix("images "), tmp_path_factory.mktemp("images")))
         family = tiny_hf if name in tiny_hf.CONFIGS else tiny_families
         return str(family.save(name, tmp_path_factory.mktemp(name)))
 
@@ -91,6 +94,46 @@ def test_a_checkpoint_that_both_engines_pass_on_has_the_same_bits(
     for tensor, value in expected.items():
         assert torch.equal(actual[tensor], value), tensor
     assert any(name.startswith("optimizer.state.") and value.any() for name, value in expected.items())
+
+
+_THAWED = {"freeze_vit": False, "freeze_aligner": False}
+#: model, module with its rows, keys of both, ranks and layout of Megatron, ranks of the other engine
+_AVERAGED: list[tuple[str, str, dict[str, Any], tuple[int, dict[str, Any]], int]] = [
+    ("qwen3_moe", "training_jobs", {"bf16": True}, (2, _EP), 3),
+    ("images qwen2.5", "vision_jobs", {}, (2, _TP), 2),
+    ("images qwen3", "vision_jobs", _THAWED, (2, _PP), 2),
+    ("images qwen3_moe", "vision_jobs", _THAWED, (1, {}), 2),
+    ("images qwen3.5", "vision_jobs", _THAWED | {"bf16": True}, (1, {}), 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "source", "keys", "megatron", "size"), _AVERAGED)
+def test_averages_and_models_of_images_pass_through_both_engines(
+    ranks: Callable[[int], Ranks],
+    folders: Callable[[str], str],
+    tmp_path: Path,
+    name: str,
+    source: str,
+    keys: dict[str, Any],
+    megatron: tuple[int, dict[str, Any]],
+    size: int,
+) -> None:
+    own, layout = megatron
+    folder, keys = folders(name), _UNBALANCED | keys
+    mine, theirs = Setting(folder, keys | layout), Setting(folder, keys)
+    first, second, third = (str(tmp_path / part) for part in ("first", "second", "third"))
+    expected, *_ = ranks(own).run(fsdp_jobs.save_averaged, setting=mine, folder=first, steps=2, source=source)
+    report, *_ = ranks(size).run(fsdp_jobs.read_average, setting=theirs, folder=first)
+    assert report["differs"] and report["average"].keys() == expected.keys()
+    for tensor, value in expected.items():
+        assert torch.equal(report["average"][tensor].to(value.dtype), value), tensor
+    ranks(size).run(fsdp_jobs.pass_on, setting=theirs, folder=first, out=second, averages=True)
+    ranks(own).run(fsdp_jobs.pass_on_megatron, setting=mine, folder=second, out=third, averages=True)
+    before, after = _read(Path(first)), _read(Path(third))
+    assert after.keys() == before.keys() and any(part.startswith("average.") for part in before)
+    for tensor, value in before.items():
+        assert torch.equal(after[tensor], value), tensor
 
 
 @pytest.mark.slow

@@ -81,6 +81,16 @@ LAYOUTS: dict[str, Case] = {
     "FSDP2, half of the optimizer's states on the host": Case(
         "qwen3_moe", 2, {"optimizer_offload_fraction": 0.5}, {"engine": "fsdp", "moe_aux_loss_coeff": 0.0}, FSDP
     ),
+    "FSDP2, gradients on the host": Case(
+        "qwen3_moe", 2, {"offload_gradients": True}, {"engine": "fsdp", "moe_aux_loss_coeff": 0.0}, FSDP
+    ),
+    "FSDP2, gradients and half of the optimizer's states on the host, only copies": Case(
+        "qwen3_moe",
+        2,
+        {"offload_gradients": True, "optimizer_offload_fraction": 0.5, "fsdp_size": 1},
+        {"engine": "fsdp", **_BALANCED},
+        FSDP,
+    ),
     "experts, rows on one rank or on two, which exchange heads": Case(
         "qwen3_moe",
         2,

@@ -13,6 +13,7 @@ from mindspeed_rl.planner.machine_memory import MachineMemory
 _FIXES = {
     "optimizer": "actor_config.optimizer_offload_path keeps the optimizer's states in a file, or a smaller "
     "optimizer_offload_fraction on the devices",
+    "gradients": "offload_gradients: false keeps them on the devices",
     "tensors of the save": "async_save: false saves one model after the other; no_save_optim: true leaves the states out",
     "export": "save_hf: false, and `mindspeed-rl convert` later",
     "average of the weights": "rl_config.ema_decay: 0 keeps no average",

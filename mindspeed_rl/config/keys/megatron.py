@@ -383,6 +383,9 @@ class _MemoryKeys:
     optimizer_state_dtype: Literal["float32", "bfloat16"] = key("float32",
         "format of AdamW's moments; bfloat16: half the bytes, rounded by chance after an update in float32; engine: fsdp",
         "AdamW 动量的格式；bfloat16：字节数减半，更新用 float32 计算，之后随机舍入；需要 engine: fsdp", on_resume="exact")
+    offload_gradients: bool = key(False,
+        "sum the gradients in host memory, where each layer's go as soon as they are divided over the devices; engine: fsdp",
+        "梯度在主机内存中累加：每层的梯度切分到各设备后立即移到主机；需要 engine: fsdp", on_resume="exact")
     stream_ref_weights: bool = key(False,
         "keep the reference's weights in host memory and bring them to the device layer by layer in each of its passes; slower",
         "参考模型的权重放在主机内存，每次前向时逐层搬到设备上；速度较慢", on_resume="exact")

@@ -18,9 +18,10 @@ from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PendingMetrics
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import BatchShape, MicroBatch, MicroBatching, Rows, build_micro_batch, split_rows
+from mindspeed_rl.engine.fsdp.gradients import HostGradients, StepGradients
 from mindspeed_rl.engine.fsdp.model import Request, ShardedModel
 from mindspeed_rl.engine.fsdp.offload import ShardOffloader
-from mindspeed_rl.engine.fsdp.optimizer import build_optimizer, clip, compute_squared_norm, init_moments, list_gradients
+from mindspeed_rl.engine.fsdp.optimizer import build_optimizer, clip, compute_squared_norm, init_moments
 from mindspeed_rl.engine.fsdp.replay import ModuleReplay
 from mindspeed_rl.engine.fsdp.routers import ExpertBalance
 from mindspeed_rl.engine.head_outputs import HeadOutputs
@@ -39,7 +40,7 @@ _Batch = TypeVar("_Batch")
 class FsdpEngine:
     """The `interface.Engine` of transformers' modules: every rank has a shard of all weights, and rows or a part of them.
 
-    Gradients of micro-batches are added up on each rank and reduced once, with the last.
+    Gradients of micro-batches are added up on each rank and reduced once, with the last; see `gradients.py`.
 
     Attributes:
         model: the sharded model.
@@ -67,6 +68,7 @@ class FsdpEngine:
         self.num_updates = 0
         self.optimizer_steps = 0
         self.average: WeightAverage | None = None
+        self.gradients = StepGradients(model)
         self.offloader = ShardOffloader(model)
         self._balance: ExpertBalance | None = None
         self._replay: ModuleReplay | None = None
@@ -83,7 +85,9 @@ class FsdpEngine:
 
     def start_training(self, steps_per_iteration: int) -> None:
         """Build optimizer and schedule."""
-        self.optimizer = self.offloader.optimizer = build_optimizer(self.config, self.model)
+        if self.config.offload_gradients:
+            self.gradients = HostGradients(self.model)
+        self.optimizer = self.offloader.optimizer = build_optimizer(self.config, self.model, self.gradients)
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         self.steps_per_iteration = steps_per_iteration
         self._balance = ExpertBalance.build(self.config, self.model)
@@ -96,6 +100,10 @@ class FsdpEngine:
     def list_trained(self) -> dict[str, Tensor]:
         """Return this rank's rows of the parameters that train, by name. Not collective."""
         return {name: self.model.read_shard(name) for name in self.model.list_trained()}
+
+    def read_gradients(self) -> dict[str, Tensor]:
+        """Return a copy of the full gradients of a step by HF name, and of adapters by their own names; collective."""
+        return self.model.read_gradients(self.gradients.find)
 
     def load(self, source: TensorSource) -> None:
         """Fill this rank's rows from HF tensors."""
@@ -185,7 +193,8 @@ class FsdpEngine:
                 # only now, when activations no longer take the memory of a swapped optimizer
                 self.offloader.onload(optimizer=True)
                 if not is_skipped:  # moments and weight decay would change weights
-                    clip(list_gradients(self.model), grad_norm, self.config.clip_grad)
+                    with self.gradients.computing():
+                        clip(self.gradients.list_rows(), grad_norm, self.config.clip_grad)
                     optimizer.step()
                     self.optimizer_steps += 1
                     if self._balance is not None:
@@ -193,7 +202,7 @@ class FsdpEngine:
                     if self.average is not None:
                         self.average.update()
             finally:
-                optimizer.zero_grad()
+                self.gradients.clear()
                 if self._balance is not None:
                     self._balance.reset()
             if self.config.swap_optimizer:
@@ -210,7 +219,7 @@ class FsdpEngine:
         *,
         is_last: bool,
     ) -> LossOutput:
-        self.model.root.set_requires_gradient_sync(is_last)
+        self.model.root.set_requires_gradient_sync(is_last or self.gradients.reduces_each)
         if self._balance is not None:
             self._balance.arm(micro_batch)
         result = compute_loss(loss, batch, micro_batch, self._run(micro_batch))
@@ -239,18 +248,21 @@ class FsdpEngine:
         Losses, counts, norm and metrics reach the host in one transfer. Raises the same error on every rank when any rank has a
         loss or gradient that is not finite, or the norm is not; no weight has changed then.
         """
-        gradients = list_gradients(self.model)
+        gradients = self.gradients.list_rows()
         counted = torch.stack([loss.count.to(torch.int64) for loss in losses]).sum()
         # every rank that divides the tokens of a row computes the full loss; it counts once
         counted *= int(parallel_state.get_context_parallel_rank() == 0)
         dist.all_reduce(counted)
-        torch._foreach_mul_(gradients, 1.0 / counted.clamp(min=1))
+        factor = 1.0 / counted.clamp(min=1)
         checks = not self.config.no_check_for_nan_in_loss_and_grad
-        sums = [*(loss.loss_sum for loss in losses), *(gradient.sum() for gradient in gradients)]
-        finite = torch.stack([value.float() for value in sums]).isfinite().all().float()
+        finite = torch.stack([loss.loss_sum.float() for loss in losses]).isfinite().all().float()
+        with self.gradients.computing():
+            if gradients:
+                torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+                finite *= torch.stack([gradient.sum() for gradient in gradients]).isfinite().all().to(self.device)
+            square = compute_squared_norm(gradients, self.device, dist.get_world_size() // self.model.shards)
         if checks:  # on all ranks: if only one raised, the others would wait in the optimizer
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        square = compute_squared_norm(gradients, self.device, dist.get_world_size() // self.model.shards)
         all_finite, total, read = PendingMetrics.read((loss.metrics for loss in losses), [finite, counted, square])
         norm = read**0.5
         if checks and not (all_finite and math.isfinite(norm)):

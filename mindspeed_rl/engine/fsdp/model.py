@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -279,12 +280,14 @@ class ShardedModel:
         """Return the parameters that train, by name; with adapters these and a score head."""
         return {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
 
-    def read_gradients(self) -> dict[str, Tensor]:
-        """Return a copy of the full gradients by HF name, and of adapters by their own names; collective."""
-        full: dict[str, Tensor] = {}
-        for name, parameter in self.names.items():
-            if parameter.grad is not None:
-                full[name] = gather_rows(parameter.grad)
+    def read_gradients(self, find: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+        """Return a copy of the full gradients by HF name, and of adapters by their own names; collective.
+
+        Args:
+            find: returns the gradient of a parameter, divided as the parameter is.
+        """
+        found = {name: find(parameter) for name, parameter in self.names.items()}
+        full = {name: gather_rows(gradient) for name, gradient in found.items() if gradient is not None}
         gradients = {name: full[place.parameter] for name, place in self.places.items() if place.parameter in full}
         places = ((name, gradient, self.places[name]) for name, gradient in gradients.items())
         read = {
@@ -424,8 +427,28 @@ def _shard(module: PolicyModule | ValueModule, mesh: DeviceMesh, precision: Mixe
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # sums: the step divides once, by the tokens of all ranks; gloo has no other reduction
-            part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+            if mesh.size() > 1:
+                part.set_gradient_divide_factor(1.0)
+            if mesh[_SHARD].size() == 1:
+                part.set_custom_reduce_scatter(_WithoutCopy())
+
+
+class _WithoutCopy(ReduceScatter):
+    """The reduction over one rank: its result is the memory of its input, where FSDP would copy every gradient again."""
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for an input, and at the next call the same for its result."""
+        taken, self._input = self._input, None
+        if taken is None or tuple(taken.shape) != tuple(size):  # of a reduction that failed
+            taken = self._input = torch.empty(*size, dtype=dtype, device=device)
+        return taken
+
+    def __call__(self, *arguments: Any, **settings: Any) -> None:
+        raise AssertionError("FSDP reduces nothing over one rank")
 
 
 def list_layers(model: PreTrainedModel) -> Sequence[nn.Module]:

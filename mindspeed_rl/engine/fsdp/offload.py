@@ -16,7 +16,7 @@ from mindspeed_rl.engine.offload import StateOffloader, collect_storages
 class ShardOffloader(StateOffloader):
     """Weights, gradients and optimizer state of one engine, each on or off the device.
 
-    Gradients are there only inside a step.
+    Gradients are there only inside a step, where they are on the device at all.
     """
 
     def __init__(self, model: ShardedModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.fsdp.gradients import StepGradients
 from mindspeed_rl.engine.fsdp.images import TOWER
 from mindspeed_rl.engine.fsdp.model import ShardedModel
 from mindspeed_rl.engine.fsdp.muon import MOMENTUM, ShardedMuon
@@ -21,7 +22,7 @@ from mindspeed_rl.models.vision import get_tower_part
 _CLIP_EPS = 1e-6
 
 
-def build_optimizer(config: MegatronConfig, model: ShardedModel) -> torch.optim.AdamW:
+def build_optimizer(config: MegatronConfig, model: ShardedModel, gradients: StepGradients) -> torch.optim.AdamW:
     """Build AdamW, or Muon for matrices; biases and vectors have no weight decay, as in Megatron.
 
     Raises:
@@ -48,8 +49,8 @@ def build_optimizer(config: MegatronConfig, model: ShardedModel) -> torch.optim.
     }
     if config.optimizer == "muon":
         return ShardedMuon(members, model, config, **settings)
-    if config.optimizer_offload_fraction or config.optimizer_state_dtype != "float32":
-        return LeanAdamW(members, model, config, **settings)
+    if config.offload_gradients or config.optimizer_offload_fraction or config.optimizer_state_dtype != "float32":
+        return LeanAdamW(members, model, config, gradients, **settings)
     return torch.optim.AdamW(members, **settings)
 
 
@@ -88,11 +89,6 @@ def list_states(optimizer: torch.optim.AdamW) -> dict[Tensor, dict[str, DTensor]
         parameter: {name: state[name] for name in _list_moments(optimizer, parameter)}
         for parameter, state in optimizer.state.items()
     }
-
-
-def list_gradients(model: ShardedModel) -> list[Tensor]:
-    """Return this rank's rows of the gradients that there are."""
-    return [cast(DTensor, value.grad).to_local() for value in model.names.values() if value.grad is not None]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""AdamW over shards whose moments take less memory: in bfloat16, or for a share of the parameters off the device.
+"""AdamW over shards with less memory: moments in bfloat16, or for a share of the parameters off the device, or gradients there.
 
 Moments in bfloat16: an update is computed in float32, a slice at a time, and its moments are then rounded up or down by chance,
 so that their means are the exact ones. Rounded to nearest, the second moment would stay where it is: a step changes it by a
@@ -7,6 +7,8 @@ repeats, and resumes, bit by bit.
 
 Moments off the device: the host updates them, as with Megatron (`engine/offloaded_optimizer.py`), from gradients that arrive in
 slices. The parameters are the same ones on every rank.
+
+Gradients in host memory (`gradients.py`): those of moments on the device come there a slice at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.fsdp.gradients import StepGradients
 from mindspeed_rl.engine.fsdp.lora import get_rows
 from mindspeed_rl.engine.fsdp.model import ShardedModel
 from mindspeed_rl.engine.gradient_sums import copy_rounded
@@ -32,19 +35,27 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LeanAdamW(torch.optim.AdamW):
-    """AdamW of which some moments are in bfloat16 or off the device.
+    """AdamW of which some moments are in bfloat16 or off the device, or whose gradients are.
 
     Attributes:
         num_steps: updates so far.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], model: ShardedModel, config: MegatronConfig, **settings: Any) -> None:
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        model: ShardedModel,
+        config: MegatronConfig,
+        gradients: StepGradients,
+        **settings: Any,
+    ) -> None:
         """Take the parameters of a model.
 
         Args:
             groups: parameter groups of AdamW.
             model: the model on this rank.
             config: keys of the role.
+            gradients: gradients of each step.
             settings: arguments of AdamW.
 
         Raises:
@@ -54,6 +65,9 @@ class LeanAdamW(torch.optim.AdamW):
         self.num_steps = 0
         self._seed, self._shard = config.seed, dist.get_rank() % model.shards
         self._is_half = config.optimizer_state_dtype == "bfloat16"
+        self._gradients = gradients
+        #: the parameters are updated one after the other, a slice at a time
+        self._by_slice = self._is_half or config.offload_gradients
         trained = list(model.list_trained().values())
         self._indices: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(trained)}
         #: this rank's rows of the parameters whose moments are off the device
@@ -76,7 +90,7 @@ class LeanAdamW(torch.optim.AdamW):
             for name in MOMENTS:
                 if name not in self.state[parameter]:
                     self.state[parameter][name] = torch.zeros_like(parameter, dtype=self._dtype)
-            if not self._is_half:
+            if not self._by_slice:
                 self.state[parameter]["step"] = torch.tensor(float(num_steps), device=parameter.device)
 
     def list_states(self) -> dict[Tensor, dict[str, DTensor]]:
@@ -93,15 +107,15 @@ class LeanAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one update from the gradients in `parameter.grad`."""
+        """Make one update from the gradients of the step."""
         assert closure is None
-        gradients = {parameter: parameter.grad for group in self.param_groups for parameter in group["params"]}
-        gradients = {parameter: gradient for parameter, gradient in gradients.items() if gradient is not None}
+        found = {item: self._gradients.find_rows(item) for group in self.param_groups for item in group["params"]}
+        gradients = {parameter: rows for parameter, rows in found.items() if rows is not None}
         self.num_steps += 1
-        if self._is_half:
+        if self._by_slice:
             for group in self.param_groups:
                 for parameter in (item for item in group["params"] if item in gradients and item not in self._rows):
-                    self._step_half(parameter, gradients[parameter], group)
+                    self._step_by_slice(parameter, gradients[parameter], group)
         else:
             for parameter in self._rows:
                 parameter.grad = None
@@ -113,22 +127,28 @@ class LeanAdamW(torch.optim.AdamW):
     def _dtype(self) -> torch.dtype:
         return torch.bfloat16 if self._is_half else torch.float32
 
-    def _step_half(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        """Update a parameter whose moments are in bfloat16."""
+    def _step_by_slice(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        """Update a parameter whose moments are on the device.
+
+        Args:
+            gradient: this rank's rows, on the device or the host.
+        """
         state = self.state[parameter]
         for name in MOMENTS:
             if name not in state:
-                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                state[name] = torch.zeros_like(parameter, dtype=self._dtype)
         moments = [get_rows(state[name]).view(-1) for name in MOMENTS]
-        weight, slope = get_rows(parameter).view(-1), get_rows(gradient).reshape(-1)
+        weight, slope = get_rows(parameter).view(-1), gradient.reshape(-1)
         seed = derive_noise_seed(self._seed, self.num_steps, self._indices[parameter], self._shard)
-        generator = torch.Generator(weight.device).manual_seed(seed)
+        generator = torch.Generator(weight.device).manual_seed(seed) if self._is_half else None
         for start in range(0, weight.numel(), SLICE):
             part = slice(start, start + SLICE)
-            exact = [moment[part].float() for moment in moments]
-            step_adamw(weight[part], slope[part], (exact[0], exact[1]), group, self.num_steps)
+            exact = [moment[part].float() for moment in moments]  # the moments themselves in float32
+            arrived = slope[part].to(weight.device, non_blocking=True)
+            step_adamw(weight[part], arrived, (exact[0], exact[1]), group, self.num_steps)
             for moment, values in zip(moments, exact):
-                copy_rounded(moment[part], values, generator)
+                if generator is not None:
+                    copy_rounded(moment[part], values, generator)
 
     def _step_on_host(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Update the parameters whose moments are off the device."""
@@ -137,12 +157,11 @@ class LeanAdamW(torch.optim.AdamW):
         for parameter, rows in self._rows.items():
             # the first forward pass gives the rows of some parameters other memory
             rows.data = get_rows(parameter)
-            rows.grad = get_rows(gradients[parameter]).contiguous() if parameter in gradients else None
+        self._host.gradients = {rows: gradients[item].contiguous() for item, rows in self._rows.items() if item in gradients}
         for outer, inner in zip(self.param_groups, self._host.param_groups):
             inner |= {name: value for name, value in outer.items() if name != "params"} | {"step": self.num_steps}
         self._host.step()
-        for rows in self._rows.values():
-            rows.grad = None
+        self._host.gradients = {}
 
     def _wrap(self, parameter: Tensor, rows: Tensor) -> DTensor:
         """Return rows in host memory as a part of a tensor that is divided as a parameter is."""

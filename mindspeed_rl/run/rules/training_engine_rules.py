@@ -137,6 +137,7 @@ _FSDP = _EngineLimits(
 _MEGATRON = _EngineLimits(
     role_keys={
         **_same("optimizer_state_dtype", ("float32",), "its moments in bfloat16 would need Transformer Engine's optimizer"),
+        **_same("offload_gradients", (False,), "its gradients are in Megatron's buffers on the device"),
         **_same("trust_remote_code", (False,), "its layers are Megatron's, and code of a model folder is not read"),
     }
 )
@@ -189,6 +190,11 @@ def _check_devices(run: Run, group: str, role: MegatronConfig) -> Iterator[Broke
 def _check_states(group: str, role: MegatronConfig) -> Iterator[Broken]:
     """Check where the states of the optimizer are, and their format."""
     fraction, dtype = f"{group}.optimizer_offload_fraction", f"{group}.optimizer_state_dtype"
+    gradients = f"{group}.offload_gradients"
+    if role.optimizer == "muon" and role.offload_gradients:
+        text = f"[{gradients}] cannot be used with [{group}.optimizer] and engine: {role.engine}"
+        text += ": it joins gradients on the device"
+        yield violate("training_engine", text, {gradients: False}, {f"{group}.optimizer": "adam"})
     for key, default in ((fraction, 0.0), (dtype, "float32")):
         if role.optimizer == "muon" and getattr(role, key.partition(".")[2]) != default:
             text = f"[{key}] cannot be used with [{group}.optimizer] and engine: {role.engine}: it keeps momentum on the device"

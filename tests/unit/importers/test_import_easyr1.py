@@ -51,6 +51,15 @@ def run_import(words: str = "", accepted: frozenset[str] = frozenset(), **variab
     return import_command(PROJECTS["easyr1"], command, ImportSettings(variables=variables, accepted=accepted))
 
 
+def test_code_of_a_model_folder_stays_off_and_the_keys_are_named(folder: Path) -> None:
+    option = "worker.actor.model.trust_remote_code"
+    run = run_import(f"{option}=true")
+    assert "set megatron_training.trust_remote_code (engine: fsdp) and generate_config" in run.same[option]
+    assert option in run_import(f"{option}=false").without_effect
+    for group in ("megatron_training", "generate_config"):
+        assert run.get(f"{group}.trust_remote_code") is None
+
+
 def test_a_file_has_the_numbers_of_the_trainer(folder: Path) -> None:
     run = run_import()
     assert run.plans is not None

@@ -51,6 +51,28 @@ def test_all_weights_stay_divided(command: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "is_offloaded"),
+    [
+        ("--deepspeed zero3_offload", True),
+        ("--deepspeed own.json", True),
+        ("--deepspeed zero3", False),
+        ("--deepspeed zero2_offload", False),  # Megatron's engine, which keeps gradients on the device
+        ("--fsdp fsdp2", False),
+        ("--fsdp 'full_shard offload'", True),
+        ("--fsdp fsdp2 --fsdp_config '{\"offload_params\": true}'", True),
+        ("--fsdp own_fsdp.json", True),
+    ],
+)
+def test_what_is_in_host_memory_stays_there(tmp_path: Path, options: str, is_offloaded: bool) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": zero}))
+    (tmp_path / "own_fsdp.json").write_text(json.dumps({"fsdp": "full_shard", "fsdp_config": {"offload_params": True}}))
+    run = take(f"{SFT} Qwen/Qwen2.5-7B {options}", tmp_path)
+    assert run.get("megatron_training.offload_gradients") is (True if is_offloaded else None)
+    assert run.get("megatron_training.optimizer_offload_fraction") == (1.0 if is_offloaded else None)
+
+
+@pytest.mark.parametrize(
     ("command", "reason"),
     [
         (f"{SFT} Qwen/Qwen3-30B-A3B --deepspeed zero3 --tuner_type lora", "Qwen/Qwen3-30B-A3B has experts, whose layers"),

@@ -990,9 +990,19 @@ def test_the_shape_of_a_model_that_is_here_decides(tmp_path: Path) -> None:
     assert engine_of(imported(f"{M}.path={named}"))[0] == "fsdp"
 
 
+@pytest.mark.parametrize("option", [f"{M}.trust_remote_code", "data.trust_remote_code"])
+def test_code_of_a_model_folder_stays_off_and_the_keys_are_named(option: str) -> None:
+    run = imported(f"{option}=True")
+    assert "set megatron_training.trust_remote_code (engine: fsdp) and generate_config" in run.same[option]
+    off = imported(f"{option}=False")
+    assert off.without_effect[option] == "code of a model folder does not run"
+    for group in ("megatron_training", "generate_config"):
+        assert run.get(f"{group}.trust_remote_code") is off.get(f"{group}.trust_remote_code") is None
+
+
 def test_offload_and_precision_of_fsdp_go_key_by_key() -> None:
     run = imported(f"{A}.strategy=fsdp2 {A}.fsdp_config.offload_policy=True")
-    assert run.get("megatron_training.swap_optimizer") is True
+    assert run.get("megatron_training.swap_optimizer") is True and run.get("megatron_training.offload_gradients") is True
     # FSDP1 does not read it
     assert imported(f"{A}.strategy=fsdp {A}.fsdp_config.offload_policy=True").get("megatron_training.swap_optimizer") is None
     precision = f"+{A}.fsdp_config.mixed_precision"

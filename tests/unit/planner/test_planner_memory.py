@@ -535,6 +535,26 @@ def test_moments_of_the_other_engine_are_counted_where_they_are(keys: dict[str, 
     assert plan.host.checkpoint == pytest.approx((4 + saved) * count, rel=1e-3)
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_gradients_that_leave_the_device_are_counted_on_the_host(devices: int) -> None:
+    values: dict[str, Any] = {"actor_config__engine": "fsdp", "rl_config__actor_resource": {"num_npus": devices}}
+    values |= {f"actor_config__{name}_model_parallel_size": 1 for name in ("tensor", "pipeline")}
+    values |= {"rl_config__init_kl_coef": 0.0}
+    plans = [planned("grpo_qwen3_8b_A3", **values, actor_config__offload_gradients=moved) for moved in (False, True)]
+    here, there = (next(phase for phase in plan.groups[0].phases if phase.name == "update").owners for plan in plans)
+    count, ends = 8.190735360e9, 2 * 151936 * 4096
+    assert here["gradients"] == pytest.approx(4 * count / devices, rel=1e-3)
+    # the rows of embedding, head and norm, and of two of the 36 layers
+    assert there["gradients"] == pytest.approx(4 * ((count - ends) / 18 + ends) / devices, rel=1e-3)
+    # several micro-batches are added up in full before ranks divide them, or divided at once
+    assert here.get("gradients of all ranks", 0) == pytest.approx(4 * count * (1 - 1 / devices), rel=1e-3)
+    assert "gradients of all ranks" not in there
+    # an engine of shards has gradients in an update only
+    assert [phase.name for phase in plans[0].groups[0].phases if "gradients" in phase.owners] == ["update"]
+    on_host = [plan.host.owners.get("gradients", 0) for plan in plans if plan.host is not None]
+    assert on_host == [0, pytest.approx(4 * count / devices, rel=1e-3)]
+
+
 #: keys of a run of Qwen3-8B on one device whose optimizer is in host memory, and which saves
 SAVES = {
     "actor_config__tensor_model_parallel_size": 1,

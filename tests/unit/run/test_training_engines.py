@@ -24,7 +24,7 @@ _READ = set(
     "clip_grad adam_beta1 adam_beta2 adam_eps no_check_for_nan_in_loss_and_grad load save save_interval save_hf keep_last "
     "ckpt_format load_iteration load_previous sigterm_grace_s finetune no_load_optim no_load_rng no_save_optim no_save_rng "
     "pretrained_checkpoint base_model load_checkpoint_loosely swap_optimizer optimizer_offload_fraction optimizer_offload_path "
-    "optimizer_state_dtype trust_remote_code loss_chunk_size loss_vocab_chunk_size "
+    "optimizer_state_dtype offload_gradients trust_remote_code loss_chunk_size loss_vocab_chunk_size "
     "fp32_lm_head stage model global_batch_size micro_batch_size train_iters train_epochs seq_length seed bf16 "
     "npu_deterministic threads_per_worker "
     "deterministic ai_framework log_interval device_hour_price eval_iters eval_interval skip_train "
@@ -105,6 +105,8 @@ def test_groups_of_devices_are_checked_before_anything_starts(keys: dict[str, An
         (_FSDP | {"optimizer_state_dtype": "bfloat16", "optimizer": "muon"}, "it keeps momentum on the device"),
         (_FSDP | {"optimizer_state_dtype": "bfloat16", "optimizer_offload_fraction": 1}, "off the device are in float32"),
         (_FSDP | {"swap_optimizer": True, "optimizer_offload_fraction": 1}, "it brings all states to the device"),
+        (_FSDP | {"offload_gradients": True, "optimizer": "muon"}, "it joins gradients on the device"),
+        ({"offload_gradients": True}, "its gradients are in Megatron's buffers on the device"),
         ({"trust_remote_code": True}, "its layers are Megatron's"),
         ({"optimizer_state_dtype": "bfloat16"}, "would need Transformer Engine's optimizer"),
         (_FSDP | {"optimizer_state_dtype": "fp8"}, "optimizer_state_dtype"),

@@ -92,7 +92,7 @@ ELSEWHERE: dict[str, str] = {
     "adaptors/mindspeed.py": "use_ascend_mc2 hccl_group_buffer use_fused_ring_attention_update "
     "use_fused_moe_token_permute_and_unpermute",
     # of the other engine
-    "engine/fsdp/optimizer.py": "optimizer_state_dtype",
+    "engine/fsdp/optimizer.py": "optimizer_state_dtype offload_gradients",
     # of models of images, without config.json
     "models/model_keys.py": "model_type",
     "adaptors/vllm_ascend.py": "expert_map_path additional_config sleep_mode_extra_cleanup",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from mindspeed_rl.cli.explain import main as explain
 from mindspeed_rl.cli.main import main
@@ -148,6 +149,21 @@ def other_vocabulary() -> list[str]:
 def edited_config() -> list[str]:
     tokens = json.loads(Path("start/model/config.json").read_text())["vocab_size"]
     return [f"actor_config.load={copy_model(vocab_size=tokens - 8)}"]
+
+
+def change_head(ties: bool, difference: float) -> Callable[[], list[str]]:
+    """A model whose weights have a head that is the embedding's and so much more, where config.json ties it or not."""
+
+    def change() -> list[str]:
+        model = copy_model(tie_word_embeddings=ties)
+        tensors = load_file(model / "model.safetensors")
+        tensors.pop("lm_head.weight", None)
+        if difference:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + difference
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        return [f"actor_config.load={model}"]
+
+    return change
 
 
 def half_a_download() -> list[str]:
@@ -288,6 +304,12 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
         lambda: [*other_vocabulary(), "rl_config.max_prompt_length=2"], ["the tokenizer writes token 50", "of the model"]
     ),
     "vocab_size that is not the weights'": (edited_config, ["{here}/other", "tokens, and vocab_size of its config.json is"]),
+    "no head, and none that is tied": (
+        change_head(False, 0.0), ["{here}/other has no lm_head.weight", "tie_word_embeddings of its config.json is false"]
+    ),
+    "a head that is not the embedding it is tied to": (
+        change_head(True, 1.0), ["lm_head.weight differs from model.embed_tokens.weight, to which config.json ties it"]
+    ),
     "plug-in of another name": (
         keys("rl_config.external_plugins=[my_rewrad.py]"), ["there is no file 'my_rewrad.py'", "did you mean 'my_reward.py'?"]
     ),
