@@ -24,6 +24,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {},
     {"grad_reduce_in_fp32": False, "use_distributed_optimizer": True},
     {"lora_target_modules": ["linear_qkv", "linear_proj"], "lora_r": 4},
+    {"recompute_activation_function": True, "overlap_grad_reduce": True},
 ]
 
 
@@ -126,6 +127,13 @@ def test_halves_leave_and_return_with_a_rollout(make_engine: MakeEngine) -> None
         assert split.offloader.resident_bytes()["optimizer"] == 0
         split.offloader.onload(params=True, optimizer=True)
     check_equal(plain, split)
+
+
+def test_a_swapped_optimizer_takes_the_halves_along(make_engine: MakeEngine) -> None:
+    plain, split = make_engine(**KEYS), make_engine(**KEYS, **SPLIT, swap_optimizer=True)
+    assert steps(plain, 3) == steps(split, 3)
+    check_equal(plain, split)
+    assert split.offloader.resident_bytes()["optimizer"] == 0
 
 
 def test_an_average_is_evaluated_in_place_of_weights_without_copies(make_engine: MakeEngine) -> None:
