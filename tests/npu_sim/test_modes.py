@@ -175,6 +175,7 @@ ELASTIC = (
 )
 
 
+@pytest.mark.extra
 def test_one_engine_becomes_two_and_one_again_and_a_resumed_run_continues(task: Path, tmp_path: Path) -> None:
     run = finished(task, tmp_path, *ELASTIC, iterations(3), timeout_s=LIMIT_S)
     check_consumed(run, 3)
