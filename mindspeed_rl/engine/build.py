@@ -32,7 +32,7 @@ from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
 from mindspeed_rl.engine.sparse_attention import SparseCoreAttention
 from mindspeed_rl.engine.vision import ImagePositions, VisionEncoder, add_to_layers, build_tower
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, prediction_layer_spec, transformer_config
-from mindspeed_rl.models.layers import RMSNorm, complete_rotary_gradients, recompute_activations
+from mindspeed_rl.models.layers import RMSNorm, complete_rotary_gradients, recompute_activations, recompute_grouped_activations
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, VisionConfig
 from mindspeed_rl.models.plan import ModelPlan
@@ -174,7 +174,7 @@ class _ChunkBuilder:
         norm = cast(type[nn.Module], WrappedTorchNorm) if platform.current().megatron_kernels else RMSNorm
         spec, *predictions = blocks = self._list_blocks(place, norm)
         for block in blocks:
-            if config.recompute_activation_function and not platform.current().megatron_kernels:
+            if config.recompute_activation_function:
                 recompute_activations(block)
             if self.lora is not None:
                 adapt_spec(block, self.lora, gated=self.transformer.gated_linear_unit)
@@ -189,6 +189,8 @@ class _ChunkBuilder:
             reward_class=ValueModel,
             prediction=build_prediction_spec(predictions[0], norm, model_config.mtp_num_layers) if predictions else None,
         )
+        if config.recompute_activation_function:
+            recompute_grouped_activations(model)
         if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
             # this stage has a copy of the embedding, which is its head too; Megatron also makes an unused one
             model.output_layer.weight = None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mindspeed_rl import platform
 from mindspeed_rl.engine.built_model import BuiltModel
+from mindspeed_rl.engine.inner_optimizer import InnerOptimizer
 from mindspeed_rl.platform.base import SideStream
 
 #: timer of copies of training state between device and host, both ways
@@ -215,4 +216,6 @@ class Offloader(StateOffloader):
             candidates = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
             # under bf16 these are the fp32 main weights; in fp32 they are the weights, left to `params`
             candidates += [parameter.data for group in inner.param_groups for parameter in group["params"]]
+            if isinstance(inner, InnerOptimizer):
+                candidates += inner.device_tensors()
             yield from (tensor for tensor in candidates if tensor.untyped_storage().data_ptr() not in weights)

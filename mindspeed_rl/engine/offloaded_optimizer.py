@@ -28,14 +28,12 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.host_threads import computing_on_host, count_host_threads
+from mindspeed_rl.engine.inner_optimizer import InnerOptimizer, list_parts, list_weights, replace_inner
 from mindspeed_rl.engine.muon import MuonAdamW, move_by_adam
 
 #: float32 numbers of a slice of one state: large enough for a disk, small beside any model
@@ -287,7 +285,7 @@ class _Parameter:
             yield _Slice(self.states[:num_states], start, min(count, start + SLICE))
 
 
-class OffloadedOptimizer:
+class OffloadedOptimizer(InnerOptimizer):
     """The torch optimizer inside of a Megatron optimizer, and the states of some of its parameters off the device.
 
     A float32 weight that is off the device keeps its tensor there, whose storage is empty but while a checkpoint is saved or
@@ -307,7 +305,7 @@ class OffloadedOptimizer:
             offloaded: parameters of `inner`.
             folder: folder of the file with the states; None: they are in host memory.
         """
-        self.inner = inner
+        super().__init__(inner)
         self.gradients: Mapping[Tensor, Tensor] = {}
         self._muon = inner if isinstance(inner, MuonAdamW) else None
         self._kernel: _Kernel = _step_fused if self._muon is None else _step_plain
@@ -332,24 +330,6 @@ class OffloadedOptimizer:
                 self._states.finish_reading()[0].copy_(record.weight[item.start : item.stop])
                 self._states.start_writing()
         self._states.finish_writing()
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of all parameters."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:
-        """States on the device, or all of them inside of `on_host`."""
-        return self.inner.state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's form of the states; inside of `on_host`."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take torch's form of the states; inside of `on_host`."""
-        self.inner.load_state_dict(state_dict)
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
@@ -379,7 +359,7 @@ class OffloadedOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Make one update of all parameters from their gradients."""
-        with self.leaving_out():
+        with self.leaving_out(self._parameters):
             self.inner.step()  # a device computes this while the host continues
         grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         here = [(parameter, group) for parameter, group in grouped if parameter in self._parameters]
@@ -392,18 +372,6 @@ class OffloadedOptimizer:
 
     def _find_gradient(self, parameter: Tensor) -> Tensor | None:
         return self.gradients.get(parameter, parameter.grad)
-
-    @contextlib.contextmanager
-    def leaving_out(self) -> Iterator[None]:
-        """Leave the parameters whose states are off the device out of the inner optimizer's groups."""
-        full = [group["params"] for group in self.param_groups]
-        for group in self.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter not in self._parameters]
-        try:
-            yield
-        finally:
-            for group, params in zip(self.param_groups, full):
-                group["params"] = params
 
     def _step_on_host(self, pairs: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> None:
         work = [(pair, item) for pair in pairs for item in self._parameters[pair[0]].slices(pair[0].numel())]
@@ -513,49 +481,14 @@ def _step_plain(weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], 
 # ---------------------------------------------------------------------- inside of Megatron's optimizers
 
 
-class EmptyMainWeights(TorchFunctionMode):
-    """While a Megatron optimizer is built, its float32 copies of 16-bit weights have no memory: `offload_states` fills them."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not Tensor.float or args[0].dtype == torch.float32:
-            return func(*args, **(kwargs or {}))
-        main = torch.empty_like(args[0], dtype=torch.float32)
-        main.untyped_storage().resize_(0)
-        return main
-
-
-@dataclass(frozen=True)
-class _Names:
-    """Attributes of a Megatron optimizer with lists of tensors by group.
-
-    Attributes:
-        mains: float32 weights.
-        weights: weights of the same ranges in the type of the model.
-        models: the parameters of the model that the copy of float32 weights reads.
-    """
-
-    mains: str
-    weights: str
-    models: str
-
-
-_GROUPS: dict[type, _Names] = {
-    DistributedOptimizer: _Names("shard_fp32_from_float16_groups", "shard_float16_groups", "model_float16_groups"),
-    Float16OptimizerWithFloat16Params: _Names("fp32_from_float16_groups", "float16_groups", "float16_groups"),
-}
-
-
 def offload_states(optimizer: MegatronOptimizer, config: MegatronConfig) -> None:
     """Take a share of an optimizer's states off the device, before its first step.
 
     Raises:
         ValueError: the folder cannot hold the file.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:  # this rank has parameters of this kind
-            _offload_part(part, config)
+    for part in list_parts(optimizer):
+        _offload_part(part, config)
 
 
 def choose_offloaded(parameters: Sequence[Tensor], fraction: float) -> list[Tensor]:
@@ -570,33 +503,9 @@ def choose_offloaded(parameters: Sequence[Tensor], fraction: float) -> list[Tens
 
 
 def _offload_part(part: Any, config: MegatronConfig) -> None:
-    names = next((names for kind, names in _GROUPS.items() if isinstance(part, kind)), None)
-    weights: dict[Tensor, Tensor] = {}
-    if names is not None:
-        for group, mains in zip(getattr(part, names.weights), getattr(part, names.mains)):
-            weights |= {main: weight.detach().view(-1) for weight, main in zip(group, mains)}
+    weights = list_weights(part)
     offloaded = choose_offloaded(part.get_parameters(), config.optimizer_offload_fraction)
-    inner, init_state = part.optimizer, part.init_state_fn
-    part.optimizer = OffloadedOptimizer(inner, weights, offloaded, config.optimizer_offload_path)
     for main in weights.keys() - set(offloaded):
         main.untyped_storage().resize_(main.numel() * main.itemsize)
         main.copy_(weights[main].view(main.shape))
-    part.init_state_fn = lambda _, *others: init_state(inner, *others)
-    if names is not None:
-        part._copy_main_params_to_model_params = _build_copy(part, names, set(offloaded))
-
-
-def _build_copy(part: Any, names: _Names, offloaded: set[Tensor]) -> Callable[[], None]:
-    """Return the copy of float32 weights to the model's, of those that are on the device."""
-    copy_all: Callable[[], None] = part._copy_main_params_to_model_params
-
-    def copy_main_params() -> None:
-        full = {name: getattr(part, name) for name in (names.models, names.mains)}
-        rows = [[row for row in zip(*group) if row[1] not in offloaded] for group in zip(*full.values())]
-        vars(part).update({name: [[row[place] for row in group] for group in rows] for place, name in enumerate(full)})
-        try:
-            copy_all()
-        finally:
-            vars(part).update(full)
-
-    return copy_main_params
+    replace_inner(part, OffloadedOptimizer(part.optimizer, weights, offloaded, config.optimizer_offload_path), set(offloaded))

@@ -30,8 +30,10 @@ from torch import Tensor
 from mindspeed_rl.checkpoint.dist import OPTIMIZER_STATE
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.gradient_sums import showing, windows
+from mindspeed_rl.engine.inner_optimizer import EmptyMainWeights, InnerOptimizer
 from mindspeed_rl.engine.muon import use_muon
-from mindspeed_rl.engine.offloaded_optimizer import EmptyMainWeights, OffloadedOptimizer, offload_states
+from mindspeed_rl.engine.offloaded_optimizer import OffloadedOptimizer, offload_states
+from mindspeed_rl.engine.split_weights import split_weights
 from mindspeed_rl.models.vision import TOWER, get_tower_part
 
 #: every parameter's state has its own name, whatever the data-parallel size; the states of all data-parallel ranks are gathered
@@ -90,12 +92,14 @@ def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> Meg
         assert overrides is not None
         overrides[ParamKey(with_name_predicate=part)] = cast(Any, {"max_lr": rate, "min_lr": config.min_lr * rate / config.lr})
     is_offloaded = config.optimizer_offload_fraction > 0
-    with EmptyMainWeights() if is_offloaded else contextlib.nullcontext():
+    with EmptyMainWeights() if is_offloaded or config.reuse_fp32_param else contextlib.nullcontext():
         optimizer = get_megatron_optimizer(settings, chunks, overrides)
     if config.optimizer == "muon":
         use_muon(optimizer, chunks, config)
     if is_offloaded:
         offload_states(optimizer, config)
+    elif config.reuse_fp32_param:
+        split_weights(optimizer)
     return optimizer
 
 
@@ -297,9 +301,9 @@ def reload_main_weights(optimizer: MegatronOptimizer) -> None:
 
 
 def _all_states(part: MegatronOptimizer) -> contextlib.AbstractContextManager[None]:
-    """Give the part's inner optimizer the states that are off the device, too."""
+    """Give the part's inner optimizer the states that it does not have between steps, too."""
     inner = part.optimizer
-    return inner.on_host() if isinstance(inner, OffloadedOptimizer) else contextlib.nullcontext()
+    return inner.on_host() if isinstance(inner, InnerOptimizer) else contextlib.nullcontext()
 
 
 def _list_parts(optimizer: MegatronOptimizer) -> dict[str, MegatronOptimizer]:
@@ -327,8 +331,9 @@ def _shard_part(part: MegatronOptimizer, weights: ShardedStateDict, *, is_loadin
             states = {index: {**states[index], "fp32_param": main} for index, main in enumerate(mains)}
         else:
             states = sharded["state"]
-        if not isinstance(part.optimizer, OffloadedOptimizer):
+        if not isinstance(part.optimizer, InnerOptimizer):
             return states
+        is_copied = is_copied and isinstance(part.optimizer, OffloadedOptimizer)  # others have copies on the host
         return {
             index: {name: _hold(value, is_copied=is_copied) for name, value in state.items()} for index, state in states.items()
         }

@@ -142,11 +142,6 @@ class TrainEngine:
         The gradients have no memory before the first step.
         """
         self.offloader.offload(grads=True)
-        if self.config.reuse_fp32_param and not platform.current().megatron_kernels:
-            _log.warning(
-                "reuse_fp32_param: %s has no optimizer whose bf16 weights share storage with their fp32 copies; both are kept.",
-                platform.current().name,
-            )
         self.optimizer = self.offloader.optimizer = build_optimizer(self.config, self.chunks)
         if self.config.bf16 and not self.config.grad_reduce_in_fp32:
             self._half_gradients = GradientSums(self.chunks, self.config.seed)
@@ -480,10 +475,8 @@ class TrainEngine:
         state = torch.stack([torch.stack(sums).isfinite().all(), num_counted > 0]).float()
         if checks:  # on all ranks: if only one raised, the others would wait in the optimizer
             dist.all_reduce(state, op=dist.ReduceOp.MIN)
-        # what MindSpeed makes of the weights before the norm, only the step takes back: so this is known before
-        must_stop = self.config.reuse_fp32_param and not all(state.tolist())
         by_window = self._half_gradients is not None
-        squares = [] if must_stop else compute_squared_norms(optimizer, self.device, by_window=by_window)
+        squares = compute_squared_norms(optimizer, self.device, by_window=by_window)
         added = [part.metrics() for part in self.parts]
         all_finite, counted, *read = PendingMetrics.read(
             [*(loss.metrics for loss in losses), *added], [*state.unbind(), *squares]

@@ -237,23 +237,14 @@ _FASTER = (
 )
 #: what it costs that a feature is off here -> its options; sizes are numbers of each token and layer on a device
 _COSTS: dict[str, str] = {
-    "memory: outputs of norms stay until the backward pass, 2 x hidden_size; actor_config.recompute_granularity: "
-    "selective with recompute_modules: [layernorm] frees them, for the time of the norms": (
-        "recompute_norm recompute_norm_num_layers recompute_mtp_norm"
+    "nothing: what is computed again is computed again in all layers": "recompute_norm_num_layers moe_zero_memory_num_layers",
+    "memory: inner states of experts stay until the backward pass, about 3 x moe_router_topk x moe_ffn_hidden_size; "
+    "actor_config.recompute_activation_function frees a third of them, for an activation": (
+        "moe_adaptive_recompute_activation moe_adaptive_recompute_activation_scale"
     ),
-    "memory: permuted tokens and inner states of experts stay until the backward pass, about moe_router_topk x (2 "
-    "x hidden_size + 3 x moe_ffn_hidden_size); actor_config.recompute_granularity: selective with "
-    "recompute_modules: [moe] frees them, for one more forward pass of the experts and their exchange, [moe_act] "
-    "only the inner states, for an activation": (
-        "moe_zero_memory moe_zero_memory_num_layers moe_adaptive_recompute_activation "
-        "moe_adaptive_recompute_activation_scale"
-    ),
-    "memory: outputs of experts before their weighted sum stay until the backward pass, moe_router_topk x "
-    "hidden_size; actor_config.recompute_granularity: selective with recompute_modules: [moe] frees them, for one "
-    "more forward pass of the experts": "moe_unperm2_mem_optim moe_unperm2_mem_optim_swap",
-    "memory: keys and values that latent attention projects up stay until the backward pass, about 3 x "
-    "num_attention_heads x head size; actor_config.recompute_granularity: selective with recompute_modules: "
-    "[mla_up_proj] frees them, for one more product each": "mla_zero_memory recompute_mla_up_proj",
+    "memory: the fused operator keeps the outputs of experts until the backward pass, moe_router_topk x hidden_size; "
+    "actor_config.use_fused_moe_token_permute_and_unpermute: false keeps none, since experts multiply by the router's weights "
+    "before their second product": "moe_unperm2_mem_optim moe_unperm2_mem_optim_swap",
     "memory: outputs of attention stay on the device, num_attention_heads x head size; "
     "actor_config.recompute_granularity: selective with recompute_modules: [core_attn] frees what attention "
     "keeps, for one more forward pass of it": "mla_swap_core_attn_out",
@@ -381,6 +372,40 @@ def _neat_pack(run: Import, option: str, value: object) -> None:
     run.translate(option, {f"{ACTOR}.{name}": True for name in names} if value else {}, "" if value else "off")
 
 
+#: option that computes a part of a layer again in the backward pass -> the part as Megatron names it
+_RECOMPUTED = {
+    "recompute_norm": "layernorm",
+    "recompute_mtp_norm": "layernorm",
+    "moe_zero_memory": "moe",
+    "mla_zero_memory": "mla_up_proj",
+    "recompute_mla_up_proj": "mla_up_proj",
+}
+
+
+def _recompute_part(run: Import, option: str, value: object) -> None:
+    """Set the parts of a layer that are computed again; all options together make one list."""
+    if not value or value == "disable":
+        run.note(option, "off")
+        return
+    options = run.options
+    if options.get("recompute_granularity") == "full":
+        whole = options.get("recompute_method", "uniform") == "uniform"
+        text = "recompute_granularity: full computes whole layers again"
+        run.note(option, text if whole else f"{text}; others than the first recompute_num_layers keep what this option frees")
+        return
+    asked = [part for name, part in _RECOMPUTED.items() if options.get(name) not in (None, False, "disable")]
+    if options.get("moe_zero_memory") == "level1":  # only the activation of the experts
+        asked = [part for part in asked if part != "moe"]
+    given = options.get("recompute_modules") or (["core_attn"] if options.get("recompute_granularity") == "selective" else [])
+    parts = list(dict.fromkeys([*(given if isinstance(given, list) else [given]), *asked]))
+    keys: dict[str, object] = {}
+    if asked:
+        keys |= {f"{ACTOR}.recompute_granularity": "selective", f"{ACTOR}.recompute_modules": parts}
+    if options.get("moe_zero_memory") == "level1":
+        keys[f"{ACTOR}.recompute_activation_function"] = True
+    run.translate(option, keys)
+
+
 def _mask_type(run: Import, option: str, value: object) -> None:
     run.note(option, "the mask is causal inside each sample")
 
@@ -402,6 +427,7 @@ _LLM: dict[str, Option] = {
         "mtp_loss_scale share_mtp_embedding_and_output_weight".split(), no_effect("only num_nextn_predict_layers reads it")
     ),
     "mtp_after_norm": part(PREDICTION),
+    **dict.fromkeys(_RECOMPUTED, by(_recompute_part, "recompute_granularity: selective with recompute_modules")),
     "ai_framework": no_effect("PyTorch computes here; MindSpore runs the same Megatron there", "pytorch", "mindspore"),
     "moe_router_load_balancing_type": to(
         f"{ACTOR}.moe_router_load_balancing_type",

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer import mlp as megatron_mlp
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -388,8 +389,9 @@ class TwoBaseAttention(HeadsNormAttention):
 class _RecomputingMLP(MLP):
     """A gated MLP without biases that drops the input of linear_fc2 until backward and computes its activation again.
 
-    It is for platforms whose libraries do not have `recompute_activation_function`. The activation is computed from the output
-    of linear_fc1, which backward keeps anyway: one of an MLP's three large activations is saved for an elementwise operation.
+    The activation is computed from the output of linear_fc1, which backward keeps anyway: one of an MLP's three large
+    activations is saved for an elementwise operation. MindSpeed's function of this feature does not take the arguments that
+    Megatron 0.16.1 passes; on NPUs this class calls its fused activation.
     """
 
     def forward(
@@ -407,6 +409,12 @@ class _RecomputingMLP(MLP):
         return output, output_bias
 
     def _activate(self, inner: Tensor, per_token_scale: Tensor | None = None) -> Tensor:
+        # Megatron fuses that of other functions under other names
+        if self.config.bias_activation_fusion and self.activation_func is torch.nn.functional.silu:
+            narrow = self.config.activation_func_fp8_input_store
+            if per_token_scale is None:
+                return megatron_mlp.bias_swiglu_impl(inner, None, narrow)
+            return megatron_mlp.weighted_bias_swiglu_impl(inner, None, per_token_scale.unsqueeze(-1), narrow)
         gate, up = inner.chunk(2, dim=-1)
         product = self.activation_func(gate) * up
         return product if per_token_scale is None else (product * per_token_scale.unsqueeze(-1)).to(inner.dtype)
@@ -449,22 +457,26 @@ _RECOMPUTING: dict[type, type] = {
 
 
 def recompute_activations(spec: TransformerBlockSubmodules) -> None:
-    """Replace the MLPs in a block's spec by those that compute their activation function again in backward.
-
-    Raises:
-        ValueError: experts are grouped.
-    """
+    """Replace the MLPs in a block's spec by those that compute their activation function again in backward."""
 
     def replace(name: str, part: specs.Part) -> specs.Part:
         module = specs.get_class(part)
-        if module is not None and specs.GROUPED_EXPERTS is not None and issubclass(module, specs.GROUPED_EXPERTS):
-            raise ValueError(
-                "recompute_activation_function: experts in grouped products cannot do it here; set moe_grouped_gemm: false or "
-                "use recompute_granularity."
-            )
         return part if module not in _RECOMPUTING else specs.replace_class(part, _RECOMPUTING[module])
 
     specs.substitute_layers(spec, replace)
+
+
+def recompute_grouped_activations(model: nn.Module) -> None:
+    """Let experts in grouped products compute their activation function again in backward, as Megatron's do for `moe_act`.
+
+    Raises:
+        ValueError: they have adapters.
+    """
+    grouped = specs.GROUPED_EXPERTS
+    for module in (module for module in model.modules() if grouped is not None and isinstance(module, grouped)):
+        if type(module) is not grouped:
+            raise ValueError("recompute_activation_function: true cannot be used with adapters on grouped experts.")
+        cast(Any, module).activation_recompute = True
 
 
 def complete_rotary_gradients(model: nn.Module) -> None:

@@ -175,7 +175,7 @@ def _candidates_for_time(cfg: RunConfig) -> Iterator[_Candidate]:
         yield {"actor_config.loss_chunk_size": actor.loss_chunk_size // 4}, "smaller products of the head"
     if actor.loss_vocab_chunk_size is None:
         yield {"actor_config.loss_vocab_chunk_size": HEAD_ROWS}, "smaller products of the head"
-    if not actor.recompute_activation_function and actor.recompute_granularity is None and not actor.moe_grouped_gemm:
+    if not actor.recompute_activation_function and actor.recompute_granularity is None:
         yield {"actor_config.recompute_activation_function": True}, "the activation functions are computed twice"
     if actor.recompute_granularity != "full" or actor.recompute_method != "uniform":
         yield _recompute_all("actor_config", actor), "a third more operations in the update"

@@ -23,6 +23,8 @@ EXPORT_SHARD = 5 * 10**9
 #: bytes beside the gathered states while a distributed optimizer's are gathered, as a multiple of them: a part on each rank,
 #: and one of the three (main weights and moments) twice as it arrives
 _GATHERED = 1 + 2 / 3
+#: bytes of a float32 weight and two moments, and of what reuse_fp32_param keeps of them
+_JOINED, _SPLIT = 12, 10
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,9 @@ def _is_copied_whole(model: Model) -> bool:
 def _count_staged_states(model: Model, elements: Elements, ranks: int) -> int:
     """Return the bytes of the optimizer's states that a save copies, of parameters that so many ranks have."""
     config, state = model.config, model.state(elements)
+    if config.reuse_fp32_param:  # each rank puts its float32 weights together in host memory, and copies its moments
+        state = state * _JOINED // _SPLIT
+        return state + (state if config.use_distributed_optimizer else 0)
     if config.use_distributed_optimizer:  # gathered on one of the ranks, in host memory
         is_there = config.swap_optimizer and ranks == 1 and not config.async_save
         return 0 if is_there else state

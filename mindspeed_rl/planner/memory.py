@@ -599,11 +599,13 @@ class _LayerBytes:
         saved: for backward of a micro-batch, in a layer that is not recomputed.
         input: saved by a recomputed layer.
         index: bytes of the tokens that its indexer chooses, which the layers after it keep until backward.
+        again: outputs of norms and of latent attention's projections that only its own backward pass has, computed again.
     """
 
     saved: float
     input: float
     index: float
+    again: float = 0.0
 
 
 def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, layer: int) -> _LayerBytes:
@@ -627,8 +629,13 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     saved = 4 * hidden + attention + statistics + mlp
     if "core_attn" in recomputed and not is_linear:
         saved -= heads * model_config.kv_channels / tp  # its output
+    again = 2 * hidden if "layernorm" in recomputed else 0.0
+    if "mla_up_proj" in recomputed and model_config.multi_latent_attention:
+        queries = heads * model_config.kv_channels
+        again += (2 * queries + heads * (model_config.v_head_dim or model_config.kv_channels)) / tp
     kept = index if layer + 1 in model_config.layers_without_indexer else 0.0
-    return _LayerBytes(saved * tokens * itemsize, hidden * tokens * itemsize, kept * tokens * itemsize)
+    numbers = saved - again, hidden, kept, again
+    return _LayerBytes(*(number * tokens * itemsize for number in numbers))
 
 
 def _count_attention(model_config: ModelConfig, tp: int) -> float:
@@ -682,7 +689,7 @@ def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: 
             moe = layer in model_config.moe_layers
             layer_bytes = compute_layer_bytes(config, model_config, tokens, layer)
             is_uneven = moe and layout.num_expert_groups > 1
-            working = max(working, layer_bytes.saved * (EXPERT_IMBALANCE if is_uneven else 1.0))
+            working = max(working, layer_bytes.saved * (EXPERT_IMBALANCE if is_uneven else 1.0) + layer_bytes.again)
             saved = layer_bytes.saved * (MEAN_EXPERT_IMBALANCE if is_uneven else 1.0)
             if config.recompute_granularity == "full":
                 num_layers = config.recompute_num_layers or 1

@@ -182,7 +182,7 @@ class Model:
         """
         if not self.trains:
             return 0
-        # with reuse_fp32_param the bf16 weights, which are counted already, are half of the float32 ones
+        # with reuse_fp32_param the bf16 weights, which are counted already, are one half of the float32 ones
         has_copy = self.config.bf16 and not self.holding.has_float32_weights
         moments = 4 if self.config.optimizer_state_dtype == "bfloat16" else 8
         bytes_each = (moments if stepped else 0) + (0 if not has_copy else 2 if self.config.reuse_fp32_param else 4)

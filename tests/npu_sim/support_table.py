@@ -145,10 +145,7 @@ HARDWARE = (
     ("Kernel numerics and speed", "算子精度与性能"),
     ("HCCL over real links, several nodes", "真实链路与多机 HCCL"),
     ("vllm-ascend's compiled operators, Triton kernels", "vllm-ascend 的编译算子、Triton 算子"),
-    (
-        "vllm-ascend's graphs of parts of a step, dynamic EPLB, swap_attention, reuse_fp32_param",
-        "vllm-ascend 的局部图、动态 EPLB、swap_attention、reuse_fp32_param",
-    ),
+    ("vllm-ascend's graphs of parts of a step, dynamic EPLB", "vllm-ascend 的局部图、动态 EPLB"),
 )
 
 

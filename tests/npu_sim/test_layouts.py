@@ -132,3 +132,50 @@ def test_a_layout_trains_saves_and_resumes_with_the_numbers_of_one_process_on_th
     assert [report["grad_norm"] for report in resumed] == [report["grad_norm"] for report in reports]
     assert resumed[0]["loaded"]["iteration"] == 2 and resumed[0]["loaded"]["random_restored"]
     assert all(np.array_equal(after[key], value) for key, value in weights.items())
+
+
+_NOT_BALANCED = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
+_BY = {"megatron": MEGATRON, "fsdp": FSDP}
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], rel: float) -> None:
+    """No tensor is farther from the other than this part of its largest number."""
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert np.abs(ours[key] - value).max() <= rel * max(np.abs(value).max(), 1e-30), key
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("megatron", "fsdp"), ("fsdp", "megatron")])
+def test_a_checkpoint_of_one_engine_starts_the_other(saved: str, resumed: str, tmp_path: Path) -> None:
+    import tiny_families
+
+    model, cases = tiny_families.save("qwen3_moe", tmp_path / "model"), {}
+    for name, layout in (("megatron", {"expert_model_parallel_size": 2}), ("fsdp", {"fsdp_size": 2})):
+        cases[name] = Case("qwen3_moe", 2, layout, {"engine": name, **_NOT_BALANCED}, _BY[name])
+    folder, (save, _), (_, resume) = str(tmp_path / "saved"), _BY[saved], _BY[resumed]
+    counts = dict(zip(("before", "after") if saved == "megatron" else ("steps", "more"), (2, 2)))
+    (expected, *_), want = run("mindspeed", save, cases[saved], model, tmp_path, folder=folder, **counts)
+    left = {"steps" if resumed == "megatron" else "more": 2}
+    (report, *_), weights = run("mindspeed", resume, cases[resumed], model, tmp_path, folder=folder, **left)
+    assert report["loaded"]["iteration"] == 2 and not report["loaded"]["random_restored"]
+    assert report["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5) and report["lr"] == expected["lr"]
+    close(weights, want, 2e-5)
+
+
+def test_moments_in_bfloat16_are_rounded_by_chance_and_resumed_with_all_bits(tmp_path: Path) -> None:
+    import tiny_families
+
+    model, folder = tiny_families.save("qwen3_moe", tmp_path / "model"), str(tmp_path / "saved")
+    keys = {"engine": "fsdp", "moe_aux_loss_coeff": 0.0}
+    plain = Case("qwen3_moe", 2, {}, keys, FSDP)
+    half = Case("qwen3_moe", 2, {"optimizer_state_dtype": "bfloat16"}, keys, FSDP)
+    save, resume = FSDP
+    (expected, *_), want = run("mindspeed", save, plain, model, tmp_path, folder=str(tmp_path / "plain"), steps=2, more=2)
+    (report, *_), weights = run("mindspeed", save, half, model, tmp_path, folder=folder, steps=2, more=2)
+    # a moment has 2^-7 of itself more or less, and a step in proportion: 2e-3 at most, of weights of about 0.1
+    norms, exact = report["grad_norm"], expected["grad_norm"]
+    assert norms == pytest.approx(exact, rel=1e-2) and norms != exact
+    close(weights, want, 2e-3)
+    (again, *_), after = run("mindspeed", resume, half, model, tmp_path, folder=folder, more=2)
+    assert again["grad_norm"] == report["grad_norm"] and again["loaded"]["random_restored"]
+    assert all(np.array_equal(after[key], value) for key, value in weights.items())

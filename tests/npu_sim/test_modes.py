@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from grpo_command import Command, finished
 from patience import patient
+from test_elastic_run import check_consumed, generating
 from test_rollout_modes import IN_TURN, consumed, iterations, responses, same_figures
 from test_training import BF16, COMMON, LIMIT_S, layout
 
@@ -159,3 +160,32 @@ def test_experts_under_fsdp2_train_on_responses_of_a_form_and_resume(tmp_path: P
     resumed = finished(task, tmp_path / "resumed", *keys, *load, iterations(3), timeout_s=LIMIT_S)
     assert responses(resumed) == responses(whole)[2 * 32 :]
     same_figures(resumed.metrics[-1], whole.metrics[-1])
+
+
+#: a device for the trainer, which generates too while an iteration waits, and one for a server
+ELASTIC = (
+    *(key for key in DEDICATED if "reference_resource" not in key),
+    "rl_config.trainer_mode=async",
+    "rl_config.elastic_rollout=true",
+    "rl_config.max_off_policy_threshold=1",
+    # a response after the other, long enough that some move while they are generated
+    IN_TURN,
+    "generate_config.sampling_config.max_tokens=24",
+    "generate_config.sampling_config.ignore_eos=true",
+)
+
+
+@pytest.mark.extra
+def test_one_engine_becomes_two_and_one_again_and_a_resumed_run_continues(task: Path, tmp_path: Path) -> None:
+    run = finished(task, tmp_path, *ELASTIC, iterations(3), timeout_s=LIMIT_S)
+    check_consumed(run, 3)
+    awake = [record["iteration"] for record in run.metrics if record["rollout/elastic_servers"] == 1]
+    # nothing is ready before the first iteration
+    assert awake[0] == 1 and generating(run, "elastic server 0") == awake
+    assert "was taken out" not in (run.folder / "run" / "run.log").read_text()
+    first = run.metrics[0]
+    # tokens of both engines are of the weights that train on them, and so are their log-probs
+    assert first["rollout/staleness_max"] == 0 and first["rollout/old_log_probs_diff_mean"] < FP32
+    second = finished(task, tmp_path, *ELASTIC, iterations(4), timeout_s=LIMIT_S)
+    check_consumed(second, 4)
+    assert not second.leftovers()

@@ -127,6 +127,29 @@ UNCHANGED: dict[str, Case] = {
         {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo"},
         rel=BF16,
     ),
+    "weights in two halves": Case(
+        "qwen2",
+        {"reuse_fp32_param": True, "recompute_activation_function": True, "async_save": True},
+        2,
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
+    "weights in two halves on every rank": Case(
+        "deepseek3",
+        {"reuse_fp32_param": True, "recompute_activation_function": True},
+        2,
+        {
+            "use_distributed_optimizer": False,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "grad_reduce_in_fp32": False,
+        },
+    ),
+    "grouped experts with activations computed again": Case(
+        "qwen3_moe",
+        {"recompute_activation_function": True, "reuse_fp32_param": True},
+        2,
+        {"expert_model_parallel_size": 2, "moe_grouped_gemm": True},
+    ),
     "layers by a list": Case("qwen2", {"num_layer_list": "1,3"}, 2, {"pipeline_model_parallel_size": 2}, rel=BF16),
     "empty layers": Case("qwen2", {"noop_layers": "1,4"}, 2, {"pipeline_model_parallel_size": 2}, rel=BF16),
 }

@@ -19,9 +19,6 @@ DROPOUT_KEYS = ("attention_dropout", "hidden_dropout", "lora_dropout")
 _OWN_ARGUMENTS = "it reads arguments at run time that only Megatron-LM's own training program sets"
 #: features of MindSpeed core_r0.16.0 that are left off, and why: they change speed and memory, not results
 LEFT_OFF_FEATURES = {
-    "recompute_activation_function": "MindSpeed's function does not take padding_mask, which Megatron 0.16.1 passes; "
-    "recompute_granularity: selective with recompute_modules: [mlp], or [moe_act] in experts, frees this memory too",
-    "reuse_fp32_param": f"{_OWN_ARGUMENTS}; swap_optimizer frees more memory",
     "swap_attention": "its hooks are set only by Megatron-LM's own training program, and read its arguments at run time; "
     "recompute_granularity frees this memory by computing it again",
     "use_ascend_coc": f"{_OWN_ARGUMENTS}; products of tensor parallelism wait for their collectives",
@@ -30,10 +27,8 @@ LEFT_OFF_FEATURES = {
 #: (key, another key, the value that it needs there where MindSpeed trains, reason)
 NEEDED_BY_MINDSPEED = (
     ("swap_optimizer", "use_distributed_optimizer", True, "MindSpeed swaps only the state of the distributed optimizer"),
-    ("swap_optimizer", "reuse_fp32_param", False, "MindSpeed supports one of them at a time"),
+    ("swap_optimizer", "reuse_fp32_param", False, "it brings float32 weights to the device, and no half of them"),
     ("swap_optimizer", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
-    ("reuse_fp32_param", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
-    ("reuse_fp32_param", "bf16", True, "the bf16 weights are half of the fp32 ones"),
     ("gemm_gradient_accumulation_fusion", "bf16", True, "its operator multiplies 16-bit numbers"),
     ("use_ascend_mc2", "bf16", True, "its operators multiply 16-bit numbers"),
     ("gemm_gradient_accumulation_fusion", "grad_reduce_in_fp32", True, "its operator adds to fp32 sums"),
@@ -389,8 +384,10 @@ class _MemoryKeys:
     stream_ref_weights: bool = key(False,
         "keep the reference's weights in host memory and bring them to the device layer by layer in each of its passes; slower",
         "参考模型的权重放在主机内存，每次前向时逐层搬到设备上；速度较慢", on_resume="exact")
-    reuse_fp32_param: bool = key(False, "bf16 weights share the storage of their fp32 copies",
-        "bf16 权重与其 fp32 副本共用存储", only_on="npu", on_resume="exact")
+    reuse_fp32_param: bool = key(False,
+        "AdamW keeps no fp32 copies of bf16 weights: 16 bits of each and the weight are one; 2 bytes less, the same numbers",
+        "AdamW 不保留 bf16 权重的 fp32 副本：另存 16 位，与权重合成 fp32；每个参数少 2 字节，数值不变", needs=("bf16", (True,)),
+        on_resume="exact")
     loss_chunk_size: int = key(1024, "tokens whose vocabulary logits exist at the same time", "同时存在词表 logits 的 token 数",
         range=Range.TOKENS, on_resume="exact")
     loss_vocab_chunk_size: int | None = key(None,

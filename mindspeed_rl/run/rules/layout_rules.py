@@ -118,6 +118,7 @@ def _experts(role: MegatronConfig, world: int | None) -> Iterator[Broken]:
 
 def _recomputed(role: MegatronConfig) -> Iterator[Broken]:
     """Check that the model has the modules of recompute_modules, in a form that can be recomputed."""
+    yield from _recomputed_experts(role)
     if role.recompute_granularity != "selective" or role.num_layers is None:  # without the latter config.json has it
         return
     modules, has_experts = role.recompute_modules or [], role.num_experts is not None
@@ -135,6 +136,21 @@ def _recomputed(role: MegatronConfig) -> Iterator[Broken]:
                 f"[recompute_modules:name] ({', '.join(modules)}): {module} needs a model with {needs_key}",
                 {"recompute_modules": [other for other in modules if other != module] or None},
             )
+
+
+def _recomputed_experts(role: MegatronConfig) -> Iterator[Broken]:
+    """Check that activations of grouped experts, which are computed again, have no adapters."""
+    if not (role.moe_grouped_gemm and {"linear_fc1", "linear_fc2"} & {*(role.lora_target_modules or ())}):
+        return
+    if role.recompute_granularity == "selective" and "moe_act" in (role.recompute_modules or []):
+        changes: dict[str, object] = {"recompute_modules": None}
+    elif role.recompute_activation_function:
+        changes = {"recompute_activation_function": False}
+    else:
+        return
+    (name,) = changes
+    text = f"[{name}] excludes [lora_target_modules] with [moe_grouped_gemm]: adapters of grouped experts read the activation"
+    yield violate("recomputed_experts", text, changes, {"moe_grouped_gemm": False})
 
 
 def _parse_layers(layers: str | int | list[int] | None) -> list[int] | None:

@@ -295,7 +295,7 @@ def _role_adapters(run: Run) -> Iterator[Broken]:
         ("actor_config.async_save", actor.async_save, False, "adapters take turns while a checkpoint is written"),
         ("actor_config.swap_optimizer", actor.swap_optimizer, False, "the optimizer has the state of one adapter at a time"),
         ("actor_config.optimizer_offload_fraction", actor.optimizer_offload_fraction, 0.0, "each adapter has its own state"),
-        ("actor_config.reuse_fp32_param", actor.reuse_fp32_param, False, "weights and their fp32 copies share storage"),
+        ("actor_config.reuse_fp32_param", actor.reuse_fp32_param, False, "each adapter has its own state"),
         ("actor_config.dynamic_context_parallel", actor.has_dynamic_context, False, "the rows of an adapter are parts of rows"),
         ("rl_config.loss_type", objective.loss.compares_group, None, _NO_TURN),
     ):

@@ -488,8 +488,9 @@ _UNLIKE_MUON = {
     "use_distributed_optimizer": "splits weights without regard to their rows and columns",
     "moe_grouped_gemm": "keeps the experts of a rank in one weight",
     "lora_target_modules": "adapters train with adam",
+    "reuse_fp32_param": "puts float32 weights together in the step of AdamW",
 }
-_UNLIKE_MUON_NPU = {"swap_optimizer": "swaps the state of AdamW", "reuse_fp32_param": "needs the AdamW of MindSpeed"}
+_UNLIKE_MUON_NPU = {"swap_optimizer": "swaps the state of AdamW"}
 
 
 def _muon(run: Run) -> Iterator[Broken]:
@@ -646,13 +647,6 @@ def _moving_average(run: Run) -> Iterator[Broken]:
             "[actor_config.eval_data_path:name] and [split:name], and evaluate the exported folder",
             {"ema_decay": 0},
             {"actor_config.eval_data_path": None},
-        )
-    if actor.reuse_fp32_param:
-        yield violate(
-            "average_of_shared_storage",
-            "[ema_decay] excludes [actor_config.reuse_fp32_param:name]: bf16 weights that share memory with the optimizer's "
-            "cannot make room for the average",
-            {"ema_decay": 0, "actor_config.reuse_fp32_param": False},
         )
 
 

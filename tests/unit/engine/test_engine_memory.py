@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 import transformers
 from engine_steps import ROWS, negative_log_prob, steps, weights
 from megatron.core.parallel_state import RankGenerator
+from megatron_release import GROUPED_EXPERTS
 from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
@@ -60,14 +60,6 @@ def test_a_swapped_optimizer_is_saved_and_loaded_in_full(make_engine: Callable[.
     load_checkpoint(resumed, tmp_path)
     assert steps(resumed, 2) == steps(engine, 2)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(resumed), weights(engine)))
-
-
-def test_fp32_reuse_without_the_npu_warns_that_both_stay(
-    make_engine: Callable[..., TrainEngine], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        make_engine(reuse_fp32_param=True, bf16=True)
-    assert "reuse_fp32_param: cpu has no optimizer" in caplog.text
 
 
 # ---------------------------------------------------------------- recompute_activation_function
@@ -125,11 +117,29 @@ def test_activations_of_experts_are_recomputed_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("training_world")
-def test_grouped_experts_refuse_to_recompute_their_activation(tmp_path: Path) -> None:
+@pytest.mark.skipif(not GROUPED_EXPERTS, reason="this release has no grouped experts")
+def test_grouped_experts_recompute_their_activation_unless_it_has_adapters(tmp_path: Path) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    transformers.Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2).save_pretrained(tmp_path)
-    keys = MegatronConfig(bf16=False, recompute_activation_function=True, moe_grouped_gemm=True)
-    with pytest.raises(ValueError, match="recompute_activation_function: experts in grouped products"):
+    experts = transformers.Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    experts.architectures = ["Qwen3MoeForCausalLM"]
+    experts.save_pretrained(tmp_path)
+    common = {"lr": 1e-2, "train_iters": 9, "lr_decay_style": "constant", "moe_grouped_gemm": True}
+    finals = []
+    for recompute in (False, True):
+        keys = MegatronConfig(**common, recompute_activation_function=recompute)
+        parallel._seed_all(1)
+        model = build_model(keys, plan_model(keys, tmp_path), trainable=True)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.models[0].parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        engine = TrainEngine(keys, model, batch_shape(keys, packed=True, pad_id=0))
+        engine.start_training(1)
+        finals.append((steps(engine, 2), weights(engine)))
+        assert model.models[0].decoder.layers[0].mlp.experts.activation_recompute == recompute
+    assert finals[0][0] == finals[1][0]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(finals[0][1], finals[1][1]))
+    keys = MegatronConfig(**common, recompute_activation_function=True, lora_target_modules=["linear_fc1"])
+    with pytest.raises(ValueError, match="recompute_activation_function: true cannot be used with adapters on grouped"):
         build_model(keys, plan_model(keys, tmp_path), trainable=True)
 
 

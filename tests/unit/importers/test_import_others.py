@@ -245,10 +245,9 @@ def test_mindspeed_llm_takes_devices_from_torchrun_and_dropout_from_megatron() -
 
 #: option of MindSpeed that is off here -> words of what its absence costs, and of the key that saves as much
 OFF_HERE = {
-    "recompute_norm": ("memory", "recompute_modules: [layernorm]"),
-    "moe_zero_memory level0": ("memory", "3 x moe_ffn_hidden_size", "recompute_modules: [moe]"),
-    "moe_unperm2_mem_optim": ("memory", "moe_router_topk x hidden_size", "recompute_modules: [moe]"),
-    "mla_zero_memory": ("memory", "recompute_modules: [mla_up_proj]"),
+    "recompute_norm_num_layers 2": ("nothing", "all layers"),
+    "moe_adaptive_recompute_activation": ("memory", "moe_router_topk x moe_ffn_hidden_size", "recompute_activation_function"),
+    "moe_unperm2_mem_optim": ("memory", "moe_router_topk x hidden_size", "use_fused_moe_token_permute_and_unpermute: false"),
     "swap_modules mlp": ("memory", "swap_optimizer"),
     "layerzero": ("memory", "use_distributed_optimizer: true"),
     "moe_fb_overlap": ("time", "4 exchanges"),
@@ -268,6 +267,27 @@ def test_mindspeed_llm_says_what_the_absence_of_its_features_costs() -> None:
     for option, words in OFF_HERE.items():
         text = texts[option.partition(" ")[0]]
         assert text.startswith(f"off here, for which the cost is {words[0]}: ") and all(word in text for word in words), option
+
+
+@pytest.mark.parametrize(
+    ("options", "modules", "activation"),
+    [
+        ("--recompute-norm", ["layernorm"], None),
+        ("--recompute-granularity selective --recompute-norm", ["core_attn", "layernorm"], None),
+        ("--recompute-norm --mla-zero-memory --moe-zero-memory level0", ["layernorm", "moe", "mla_up_proj"], None),
+        ("--moe-zero-memory level1", None, True),
+        ("--recompute-norm --moe-zero-memory level1 --recompute-mla-up-proj", ["layernorm", "mla_up_proj"], True),
+        ("--moe-zero-memory disable", None, None),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --recompute-norm", None, None),
+    ],
+)
+def test_mindspeed_llm_computes_the_parts_of_layers_again(
+    options: str, modules: list[str] | None, activation: bool | None
+) -> None:
+    keys = take("mindspeed-llm", LLM + options).tree["megatron_training"]
+    assert keys.get("recompute_modules") == modules and keys.get("recompute_activation_function") == activation
+    granularity = "full" if "full" in options else None if modules is None else "selective"
+    assert keys.get("recompute_granularity") == granularity
 
 
 def test_mindspeed_llm_averages_the_micro_batches_of_sft() -> None:

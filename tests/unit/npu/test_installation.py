@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -183,3 +184,47 @@ def test_a_folder_for_machines_without_a_network_is_made_for_one_kind_of_machine
 def test_a_line_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
     status, text = install(tmp_path, "--line", "newest")
     assert status == 2 and "--line must be main, fallback or cann85, not 'newest'" in text
+
+
+def write_package(folder: Path, name: str, requires: str = "") -> Path:
+    """A package of one module, as sources."""
+    folder = folder / name
+    folder.mkdir(parents=True)
+    (folder / f"{name}.py").write_text("")
+    keys = {"name": name, "version": "1.0", "py_modules": [name], "install_requires": requires.split()}
+    (folder / "setup.py").write_text(f"import setuptools\nsetuptools.setup(**{keys})\n")
+    return folder
+
+
+@pytest.mark.slow
+def test_what_a_machine_with_a_network_collects_is_installed_on_one_without(tmp_path: Path) -> None:
+    """The two halves of each step: an index with a wheel and with sources, then only the folder that the first half filled."""
+    index, filled = tmp_path / "index", tmp_path / "wheels"
+    filled.mkdir()
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(index)]
+    subprocess.run([*pip, str(write_package(tmp_path, "needed_one"))], check=True)
+    built = write_package(tmp_path, "built_one", "needed_one")
+    subprocess.run([sys.executable, "setup.py", "-q", "sdist", "-d", str(index)], cwd=built, check=True)
+    text = (COMMON / "install.sh").read_text()
+    functions = "\n".join(re.findall(r"(?ms)^pip_(?:quietly|install)\(\) \{.*?^\}", text))
+    results = []
+    for half in ("download", "offline"):
+        folder = tmp_path / half
+        lines = [
+            "set -euo pipefail",
+            f"python={sys.executable} wheels={filled} download='' offline=''",
+            f"{half}={tmp_path}",
+            functions,
+            "pip_install --no-deps --no-build-isolation --no-binary=built_one built_one==1.0",
+            "pip_install --upgrade built_one",
+            "$python -c 'import built_one, needed_one; print(built_one.__file__)'",
+        ]
+        variables = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_TARGET": str(folder), "PYTHONPATH": str(folder)}
+        variables |= {"PIP_FIND_LINKS": str(index)} if half == "download" else {}
+        ended = subprocess.run(
+            ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, env={**os.environ, **variables}, check=False
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        results.append(ended.stdout.splitlines()[-1].startswith(str(folder)))
+    assert results == [True, True]
+    assert {path.name.partition("-")[0] for path in filled.iterdir()} == {"built_one", "needed_one"}

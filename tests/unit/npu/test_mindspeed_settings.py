@@ -54,7 +54,6 @@ def test_a_misspelled_key_is_an_error_with_a_suggestion() -> None:
             "swap_optimizer: needs reuse_fp32_param: false",
         ),
         (MegatronConfig(swap_optimizer=True), "use_distributed_optimizer"),
-        (MegatronConfig(reuse_fp32_param=True, bf16=False), "needs bf16"),
         (MegatronConfig(num_attention_heads=6, context_parallel_size=4), "6 attention heads cannot be split"),
     ],
 )

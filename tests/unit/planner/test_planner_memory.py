@@ -30,7 +30,7 @@ from mindspeed_rl.planner.assumptions import list_memory_assumptions
 from mindspeed_rl.planner.devices import DEVICES, GIB, choose_platform, find_device
 from mindspeed_rl.planner.engine import _count_rollout_elements
 from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree
-from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, compute_head_bytes, plan_memory
+from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, compute_head_bytes, compute_layer_bytes, plan_memory
 from mindspeed_rl.planner.run_files import read_block, read_folder
 from mindspeed_rl.planner.shapes import count_stage_elements, list_grouped_ops, plan_role
 from mindspeed_rl.platform import resolve_name
@@ -303,6 +303,25 @@ def test_recomputation_and_context_parallelism_lower_activations_and_more_stages
     assert owners(split, "activations") == pytest.approx(owners(base, "activations") / 2, rel=0.01)
     first, last = (group.phases[-2].owners["activations"] for group in base.groups)
     assert first > last  # two micro-batches are under way in front, one behind
+
+
+@pytest.mark.parametrize(
+    ("block", "module", "numbers"),
+    [
+        ("qwen3_32b", "layernorm", 2 * 5120),
+        # 128 heads, on two ranks: queries and keys of 128 + 64, values of 128
+        ("deepseekv3_671b", "mla_up_proj", 128 * (2 * 192 + 128) // 2),
+    ],
+)
+def test_what_is_computed_again_stays_in_the_layer_that_the_backward_pass_is_in(block: str, module: str, numbers: int) -> None:
+    keys = BLOCKS[block] | {"tensor_model_parallel_size": 2, "recompute_granularity": "selective"}
+    plain, again = (
+        MegatronConfig(**keys, recompute_modules=names)
+        for names in (["core_attn"], ["core_attn", module])
+    )
+    _, model_config = infer_model_config(plain)
+    whole, less = (compute_layer_bytes(config, model_config, 1000, 5) for config in (plain, again))
+    assert whole.again == 0 and whole.saved - less.saved == pytest.approx(less.again) == pytest.approx(2 * 1000 * numbers)
 
 
 def test_advice_makes_a_run_fit_and_is_a_sound_run_file() -> None:

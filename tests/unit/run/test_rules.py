@@ -98,11 +98,6 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         ["role_adapters excludes actor_config.async_save (true)"],
     ),
     ({R: {"ema_decay": 0.9}}, "average_is_read", ["rl_config.ema_decay (0.9)", "nothing would read", "save_hf"]),
-    (
-        {M: {"save": "a", "save_hf": True, "reuse_fp32_param": True}, R: {"ema_decay": 0.9}},
-        "average_of_shared_storage",
-        ["rl_config.ema_decay (0.9)", "actor_config.reuse_fp32_param"],
-    ),
     ({M: {"seq_length": 5000}}, "seq_length_fits_engine", ["max_model_len (4096)", "seq_length (5000)"]),
     ({R: {"max_prompt_length": 4097}}, "prompts_fit_engine", ["max_prompt_length (4097)", "max_model_len (4096)"]),
     ({M: {"optimizer": "muon", "use_distributed_optimizer": True}}, "muon_matrices", ["muon", "use_distributed_optimizer"]),
@@ -202,6 +197,11 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         {M: {"recompute_granularity": "selective", "recompute_modules": ["mlp", "mla_up_proj"]}},
         "actor_config.recompute_modules",
         ["megatron_training.recompute_modules (mlp, mla_up_proj)", "needs a model with multi_latent_attention"],
+    ),
+    (
+        {M: {"recompute_activation_function": True, "moe_grouped_gemm": True, "lora_target_modules": ["linear_fc2"]}},
+        "actor_config.recomputed_experts",
+        ["recompute_activation_function (true) excludes", "lora_target_modules", "moe_grouped_gemm"],
     ),
     (
         {M: {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], **EXPERTS}},

@@ -98,8 +98,7 @@ ELSEWHERE: dict[str, str] = {
     "adaptors/vllm_ascend.py": "expert_map_path additional_config sleep_mode_extra_cleanup",
     # left off, which explain says with the reason
     "config/keys/megatron.py": "moe_alltoall_overlap_comm use_ascend_coc "
-    "dynamic_context_parallel "
-    "recompute_activation_function swap_attention reuse_fp32_param",
+    "dynamic_context_parallel swap_attention",
     "run/placement.py": "enable_expert_parallel infer_expert_parallel_size reference_resource reward_resource "
     "critic_resource teacher_resource judge_resource judge_tensor_parallel_size rollout_resource use_integrated_worker "
     "vllm_server_port infer_pipeline_parallel_size num_npus",
@@ -122,7 +121,7 @@ ELSEWHERE: dict[str, str] = {
     "run/ref_model.py": "ref_model integrated_mode_config",
     "data/prompts.py": "prompt_type_path chat_template_kwargs image_folder",
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16 "
-    "gemm_gradient_accumulation_fusion min_dynamic_context_parallel_size",
+    "gemm_gradient_accumulation_fusion min_dynamic_context_parallel_size recompute_activation_function",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/fsdp/model.py": "fsdp_size",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
@@ -130,7 +129,7 @@ ELSEWHERE: dict[str, str] = {
     "engine/muon.py": "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
     "muon_split_qkv muon_tp_mode",
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr "
-    "grad_reduce_in_fp32",
+    "grad_reduce_in_fp32 reuse_fp32_param",
     "engine/offloaded_optimizer.py": "optimizer_offload_fraction optimizer_offload_path",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
     "engine/streamed_weights.py": "stream_ref_weights",

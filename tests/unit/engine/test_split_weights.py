@@ -1,0 +1,149 @@
+"""Float32 weights as a bf16 weight and a remainder: every bit of the run with copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_steps import check_equal, steps
+from torch import Tensor
+
+from mindspeed_rl.engine import split_weights
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
+from mindspeed_rl.engine.split_weights import SplitWeightOptimizer
+from mindspeed_rl.engine.train_engine import TrainEngine
+
+MakeEngine = Callable[..., TrainEngine]
+KEYS = {"weight_decay": 0.1, "lr_decay_style": "linear", "clip_grad": 0.5, "bf16": True}
+SPLIT = {"reuse_fp32_param": True}
+LAYOUTS: list[dict[str, Any]] = [
+    {"use_distributed_optimizer": True},
+    {},
+    {"grad_reduce_in_fp32": False, "use_distributed_optimizer": True},
+    {"lora_target_modules": ["linear_qkv", "linear_proj"], "lora_r": 4},
+    {"recompute_activation_function": True, "overlap_grad_reduce": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that divide the tiny model's weights, and join others."""
+    monkeypatch.setattr(split_weights, "WINDOW", 1000)
+    monkeypatch.setattr(split_weights, "_ALIGNMENT", 64)
+
+
+def random_floats(count: int) -> Tensor:
+    """Finite float32 numbers of any bits; a third lies in the middle between two bf16 numbers."""
+    bits = torch.randint(-(1 << 31), 1 << 31, (count,), dtype=torch.int64, generator=torch.Generator().manual_seed(0))
+    bits[::3] = (bits[::3] & ~0xFFFF) | 0x8000
+    bits[1::30] = bits[1::30] & ~0x7FFFFFFF  # zeros of both signs
+    numbers = bits.to(torch.int32).view(torch.float32)
+    return torch.where(numbers.isfinite(), numbers, 1.0)
+
+
+def test_two_halves_and_a_sign_lose_no_bit_of_a_number() -> None:
+    count = 20_000
+    numbers = random_floats(count)
+    rounded = numbers.bfloat16()
+    below = numbers.view(torch.int32) - rounded.float().view(torch.int32)
+    assert (below == 1 << 15).any() and (below == -(1 << 15)).any()
+    main, weight = torch.empty(count), torch.zeros(count, dtype=torch.bfloat16)
+    optimizer = SplitWeightOptimizer(torch.optim.AdamW([main]), {main: weight})
+    moments = torch.rand(count).where(torch.arange(count) % 4 != 0, 0.0)
+    with optimizer.on_host():
+        main.data.copy_(numbers)
+        optimizer.state[main]["exp_avg_sq"].copy_(moments)
+    assert torch.equal(weight.view(torch.int16), rounded.view(torch.int16))
+    for _ in range(2):
+        with optimizer.on_host():
+            assert torch.equal(main.data.view(torch.int32), numbers.view(torch.int32))
+            assert torch.equal(optimizer.state[main]["exp_avg_sq"].view(torch.int32), moments.view(torch.int32))
+
+
+@pytest.mark.parametrize("keys", LAYOUTS, ids=str)
+def test_steps_have_the_bits_of_float32_copies(make_engine: MakeEngine, keys: dict[str, Any]) -> None:
+    plain, split = make_engine(**KEYS, **keys), make_engine(**KEYS, **keys, **SPLIT)
+    assert steps(plain, 5) == steps(split, 5)
+    check_equal(plain, split)
+    # moments of 8 bytes and main weights of 4, or remainders of 2
+    full, left = (engine.offloader.resident_bytes()["optimizer"] for engine in (plain, split))
+    assert left * 12 == pytest.approx(full * 10, rel=0.02)
+
+
+@pytest.mark.parametrize("keys", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), [({}, SPLIT), (SPLIT, {}), pytest.param(SPLIT, SPLIT, marks=pytest.mark.slow)])
+def test_a_checkpoint_resumes_with_and_without_copies(
+    make_engine: MakeEngine, keys: dict[str, Any], saved: dict[str, Any], loaded: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = make_engine(**KEYS, **keys)
+    want = steps(plain, 4)
+    first = make_engine(**KEYS, **keys, **saved)
+    steps(first, 2)
+    CheckpointSaver(first, tmp_path).save(2, {})
+    resumed = make_engine(**KEYS, **keys, **loaded)
+    steps(resumed, 1)  # what it has is replaced
+    load_checkpoint(resumed, tmp_path)
+    assert steps(resumed, 2) == want[2:]
+    check_equal(plain, resumed)
+    assert steps(first, 2) == want[2:]  # the save has changed nothing
+    check_equal(plain, first)
+
+
+def test_it_is_saved_before_the_first_step_and_while_others_follow(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(**KEYS, **SPLIT, async_save=True)
+    saver = CheckpointSaver(engine, tmp_path)
+    saver.save(0, {})
+    want = steps(engine, 3)
+    saver.finish()
+    resumed = make_engine(**KEYS, **SPLIT)
+    steps(resumed, 2)
+    load_checkpoint(resumed, tmp_path)
+    assert steps(resumed, 3) == want
+    check_equal(engine, resumed)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_weights_that_are_loaded_alone_become_main_weights(make_engine: MakeEngine, distributed: bool, tmp_path: Path) -> None:
+    keys = {**KEYS, "use_distributed_optimizer": distributed}
+    plain = make_engine(**keys)
+    steps(plain, 2)
+    CheckpointSaver(plain, tmp_path).save(2, {})
+    starts = [make_engine(**keys, finetune=True, **extra) for extra in ({}, SPLIT)]
+    for engine in starts:
+        steps(engine, 1)
+        load_checkpoint(engine, tmp_path)
+    assert steps(starts[0], 2) == steps(starts[1], 2)
+    check_equal(*starts)
+
+
+def test_halves_leave_and_return_with_a_rollout(make_engine: MakeEngine) -> None:
+    plain, split = make_engine(**KEYS), make_engine(**KEYS, **SPLIT)
+    for _ in range(2):
+        assert steps(plain, 1) == steps(split, 1)
+        split.offloader.offload(params=True, grads=True, optimizer=True)
+        assert split.offloader.resident_bytes()["optimizer"] == 0
+        split.offloader.onload(params=True, optimizer=True)
+    check_equal(plain, split)
+
+
+def test_a_swapped_optimizer_takes_the_halves_along(make_engine: MakeEngine) -> None:
+    plain, split = make_engine(**KEYS), make_engine(**KEYS, **SPLIT, swap_optimizer=True)
+    assert steps(plain, 3) == steps(split, 3)
+    check_equal(plain, split)
+    assert split.offloader.resident_bytes()["optimizer"] == 0
+
+
+def test_an_average_is_evaluated_in_place_of_weights_without_copies(make_engine: MakeEngine) -> None:
+    plain, split = make_engine(**KEYS), make_engine(**KEYS, **SPLIT)
+    for engine in (plain, split):
+        steps(engine, 2)
+        kept = {name: weight.clone() for name, weight in engine.list_trained().items()}
+        for weight in engine.list_trained().values():
+            weight.zero_()
+        for name, weight in engine.list_trained().items():
+            weight.copy_(kept[name])
+    assert steps(plain, 2) == steps(split, 2)
+    check_equal(plain, split)
