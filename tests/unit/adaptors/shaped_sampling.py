@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ os.environ.update(platform.current().worker_env())
 adaptors.apply("rollout")  # before vLLM is imported
 
 from safetensors.torch import load_file
+from vllm.v1.structured_output import StructuredOutputManager
 
 from mindspeed_rl.config import GenerateConfig, SamplingConfig
 from mindspeed_rl.rollout.requests import Sampling
@@ -61,4 +63,21 @@ for name, sampling in forms.items():
         errors.append(float((torch.tensor(completion.log_probs) - exact).abs().max()))
     texts = [fast.decode(completion.token_ids) for completion in completions]
     result[name] = {"texts": texts, "truncated": [completion.truncated for completion in completions], "error": max(errors)}
+
+# a form that takes time to compile, here a while longer, holds no request back: all end in the same step
+compile_form = StructuredOutputManager._create_grammar
+
+
+def compile_slowly(self: StructuredOutputManager, request: object) -> object:
+    time.sleep(0.05)
+    return compile_form(self, request)
+
+
+StructuredOutputManager._create_grammar = compile_slowly
+for seed in range(4):
+    engine.add_request(str(seed), PROMPT, Sampling(0.7, 20, (0,), structured_output=json.dumps({"regex": "[a-c]{4}"})), seed)
+ends: list[int] = []
+while sum(ends) < 4:
+    ends.append(len(engine.step()))
+result["together"] = {"ends": ends, "error": 0.0}
 print(json.dumps(result))
