@@ -661,7 +661,7 @@ class Comparison:
         expected |= {"ref_log_probs": slow.ref_log_probs} if "ref_log_probs" in columns else {}
         expected |= {"values": slow.values} if slow.has_critic else {}
         if slow.margins.smallest < TIE:
-            raise InconclusiveError(f"a tie before the update: {slow.margins.where}")
+            raise InconclusiveError(f"a tie before the update: {slow.margins.where}, {slow.margins.smallest:.1e}")
         for name, values in expected.items():
             for number, (result, right) in enumerate(zip(columns[name], values, strict=True)):
                 near = {"rtol": 0.1, "atol": 0.3} if self._is_rough else {"rtol": 5e-4, "atol": 1e-4}
@@ -678,7 +678,7 @@ class Comparison:
             critic_steps.append(each.update_critic(steps, groups["update_critic"][: len(steps)]) if slow.has_critic else [])
             actor_steps.append(each.update_actor(steps, groups["update_actor"][: len(steps)]) if trains else [])
         if slow.margins.smallest < TIE:
-            raise InconclusiveError(f"a tie in the update: {slow.margins.where}")
+            raise InconclusiveError(f"a tie in the update: {slow.margins.where}, {slow.margins.smallest:.1e}")
         self._trained |= any(not step.is_skipped and step.norm > 1e-4 for step in actor_steps[0])
         if slow.has_critic:
             self._check_steps("critic", record["update_critic"], critic_steps[0], critic_steps[-1])
@@ -911,8 +911,9 @@ class Comparison:
 
     @property
     def _limit(self) -> float:
-        """By how much log-probs of the rollout engine may differ."""
-        return 0.15 if self._run.keys["generate_config"].get("quantization") else 0.3 if self._is_rough else 5e-4
+        """By how much log-probs of the rollout engine may differ: by the rounding of each of its formats."""
+        int8 = 0.15 if self._run.keys["generate_config"].get("quantization") else 0.0
+        return int8 + (0.3 if self._is_rough else 5e-4)
 
     def _check_steps(self, name: str, result: Any, expected: list[Step], rounded: list[Step]) -> None:
         """Gradients of all steps; those of `RoundedIteration` are the reference's where the run has no rounding."""

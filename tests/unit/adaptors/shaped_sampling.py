@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
+import threading
 from pathlib import Path
 
 import torch
@@ -64,20 +64,21 @@ for name, sampling in forms.items():
     texts = [fast.decode(completion.token_ids) for completion in completions]
     result[name] = {"texts": texts, "truncated": [completion.truncated for completion in completions], "error": max(errors)}
 
-# a form that takes time to compile, here a while longer, holds no request back: all end in the same step
-compile_form = StructuredOutputManager._create_grammar
+# forms are compiled where requests are added: which requests share the next step depends on no other thread
+compile_form, compiled_by = StructuredOutputManager._create_grammar, list[threading.Thread]()
 
 
-def compile_slowly(self: StructuredOutputManager, request: object) -> object:
-    time.sleep(0.05)
+def compile_noted(self: StructuredOutputManager, request: object) -> object:
+    compiled_by.append(threading.current_thread())
     return compile_form(self, request)
 
 
-StructuredOutputManager._create_grammar = compile_slowly
+StructuredOutputManager._create_grammar = compile_noted
 for seed in range(4):
     engine.add_request(str(seed), PROMPT, Sampling(0.7, 20, (0,), structured_output=json.dumps({"regex": "[a-c]{4}"})), seed)
+is_here = [thread is threading.main_thread() for thread in compiled_by]
 ends: list[int] = []
 while sum(ends) < 4:
     ends.append(len(engine.step()))
-result["together"] = {"ends": ends, "error": 0.0}
+result["together"] = {"compiled here": is_here, "ends": ends, "error": 0.0}
 print(json.dumps(result))
