@@ -35,12 +35,14 @@ class ModuleArchitecture(Architecture):
         tensors: name and shape of each tensor of a checkpoint, in forward order.
         buffers: those that are buffers, which do not train.
         longest: longest row whose tokens have the probabilities that they have in shorter ones; None for any length.
+        recomputes: its class can compute the activations of a layer again in the backward pass.
         embedding, head: names of the embedding, and of the head where it is a tensor of its own.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     buffers: frozenset[str] = frozenset()
     longest: int | None = None
+    recomputes: bool = True
     embedding: str = ""
     head: str | None = None
 
@@ -75,7 +77,7 @@ class ModuleArchitecture(Architecture):
         """Check the keys of a role with such a model.
 
         Raises:
-            ValueError: rows may be too long for it, or the keys name layers of Megatron's.
+            ValueError: rows may be too long for it, or the keys name layers of Megatron's or what its class cannot do.
         """
         if config.optimizer == "muon":
             raise ValueError(
@@ -86,6 +88,11 @@ class ModuleArchitecture(Architecture):
             raise ValueError(
                 f"lora_target_modules: {', '.join(config.lora_target_modules)} are layers of the support table's families, and "
                 f"only transformers computes {self.name}; leave it out, which trains all weights"
+            )
+        if config.recompute_granularity == "full" and not self.recomputes:
+            raise ValueError(
+                f"recompute_granularity: full is not available with {', '.join(self.hf_classes) or self.name}, whose class has "
+                "no gradient checkpointing (supports_gradient_checkpointing); leave it out"
             )
         if self.longest is not None and config.seq_length is not None and config.seq_length > self.longest:
             raise ValueError(
@@ -167,6 +174,7 @@ def read_module_family(
         buffers=frozenset(name for name, (place, _) in found.items() if place.parameter in buffers),
         kept_in_float32=next(iter(list_kept(model)), ""),
         longest=_read_longest(config),
+        recomputes=model.supports_gradient_checkpointing,
         embedding=stored_as[embedding],
         head=None if head == embedding else stored_as[head],
     )

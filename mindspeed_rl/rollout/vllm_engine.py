@@ -24,7 +24,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors, platform
-from mindspeed_rl.adaptors.engine_hooks import DERIVED, unlink_message_buffers
+from mindspeed_rl.adaptors.engine_hooks import DERIVED, compile_forms_at_once, unlink_message_buffers
 from mindspeed_rl.adaptors.vllm_drafts import join_drafts
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.data.images import ImageRules
@@ -117,6 +117,7 @@ class VllmEngine:
         if finalizer := vars(self._llm.llm_engine.engine_core).get("_finalizer"):  # vLLM 0.32
             finalizer.atexit = False  # an engine that lasts as long as its process is not taken apart for a second first
         unlink_message_buffers()
+        compile_forms_at_once(self._llm)
         # it also freezes all objects for the collector and disables set_num_threads
         torch.set_num_threads = set_num_threads
         if not frozen:  # in a copy of a fork server they stay frozen: to collect its 700,000 would also unshare their pages

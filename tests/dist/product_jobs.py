@@ -71,6 +71,8 @@ _COLUMNS = (
     *("old_log_probs", "entropies", "ref_log_probs", "values", "teacher_log_probs", "teacher_ids", "rm_scores"),
     "marked_tokens",
 )
+#: those of runs that replay routers, by pipeline stage
+_ROUTED_COLUMNS = ("routed_lengths", "routed_experts_0", "routed_experts_1")
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class SharedPlane:
 
     def __init__(self, run: Run, users: Mapping[str, Sequence[str]]) -> None:
         self._dock = TransferDock(run.plan.num_prompts, run.plan.n_samples_per_prompt, users)
+        self._columns = (*_COLUMNS, *(name for name in _ROUTED_COLUMNS if name in itertools.chain(*users.values())))
         self._mine: list[tuple[Any, list[int], bool]] = []
         self._in_phase = False
 
@@ -152,7 +155,7 @@ class SharedPlane:
     def read_all(self) -> dict[str, list[Any]]:
         """Every column that is complete."""
         results = {}
-        for name in _COLUMNS:
+        for name in self._columns:
             batch, _ = self._dock.get("metrics", [name], None, list(range(self._dock.capacity)))
             if batch is not None:
                 results[name] = [value.numpy() if isinstance(value, torch.Tensor) else value for value in batch[name]]
@@ -296,7 +299,7 @@ class OwnFleet:
             ended = step()
             for name, completion in ended:
                 prompt_ids, sampling = running.pop(name)
-                if sampling.adapter:
+                if sampling.adapter.startswith("version_"):  # others are the adapters of roles
                     tokens = list(completion.token_ids)
                     of = (sampling.adapter, sampling.temperature)
                     self.opponents.append(Played(*of, prompt_ids, tokens, list(completion.log_probs)))
@@ -326,6 +329,21 @@ class OwnFleet:
         role.adapters.save(folder, "")
         named = load_file(folder / "adapter_model.safetensors")
         return {key.removeprefix("base_model.model."): value.float().numpy() for key, value in named.items()}
+
+    def _read_role_adapters(self, weights: dict[str, Any]) -> None:
+        """Note the weights and the adapter of each role that has its own, and the digests of all adapters."""
+        role = self._worker.roles.actor
+        if role is None or role.turns is None:
+            return
+        present = role.turns._present
+        for name in role.turns.names:
+            role.turns.use(name)
+            weights.setdefault("role_adapters", {})[name] = read_weights(role)
+            weights["adapters"][f"actor {name}"] = self._read_adapters("actor", role)
+            self._record |= {f"copies of {name}": self._digest()} if self._record else {}
+        role.turns.use(present)
+        first = role.turns.names[0]
+        weights["actor"], weights["adapters"]["actor"] = weights["role_adapters"][first], weights["adapters"][f"actor {first}"]
 
     def _start_record(self) -> None:
         if self._record:
@@ -360,6 +378,7 @@ class OwnFleet:
             if role is not None and not (name == "ref" and role.config.stream_ref_weights):
                 weights[name] = self._read_weights(role)
                 weights["adapters"][name] = self._read_adapters(name, role)
+        self._read_role_adapters(weights)
         if roles.actor is not None and roles.actor.engine.average is not None:
             with roles.actor.averaged():
                 weights["average"], weights["moved average"] = read_weights(roles.actor), self._read_moved("ema", roles.actor)
@@ -541,4 +560,4 @@ def _noted(greedy: list[list[float]], values: torch.Tensor) -> torch.Tensor:
 
 def _small(record: Mapping[str, Any]) -> dict[str, Any]:
     """What only this rank knows."""
-    return {name: record[name] for name in ("composition", "copies", "average copies") if name in record}
+    return {name: value for name, value in record.items() if name == "composition" or "copies" in name}

@@ -19,6 +19,7 @@ from typing import Any
 
 import product_judges
 import product_rewards
+import remote_code_model
 import tiny_hf
 import tiny_prediction
 import torch
@@ -105,6 +106,13 @@ INGREDIENTS = [
     Ingredient("gated_delta", {}, "the same, to rounding in bfloat16", model="hybrid", needs=("bf16",)),
     Ingredient("prediction", _train(mtp_num_layers=1, mtp_loss_scaling_factor=0.3), _REFERENCE, model="predicting"),
     Ingredient("whole_prediction", _train(mtp_detach_heads=False), _REFERENCE, model="predicting", needs=("prediction",)),
+    Ingredient(
+        "own_code",
+        {"megatron_training": {"trust_remote_code": True}, "generate_config": {"trust_remote_code": True}},
+        _REFERENCE,
+        model="own",
+        needs=("fsdp", "module_engine"),
+    ),
     # layouts
     Ingredient("tensor", _train(**SP), _SAME, doubles=True),
     Ingredient("pipeline", _train(**PP), _SAME, doubles=True),
@@ -116,6 +124,12 @@ INGREDIENTS = [
     Ingredient("grouped_experts", _train(moe_grouped_gemm=GROUPED_EXPERTS), _SAME, needs=("experts|latent",)),
     Ingredient("fsdp", _train(engine="fsdp"), _SAME),
     Ingredient("fsdp_copies", _train(fsdp_size=1), _SAME, needs=("fsdp", "data_parallel")),
+    Ingredient(
+        "half_moments",
+        _train(optimizer_state_dtype="bfloat16"),
+        "the same reference, to within a step of bfloat16 of each moment",
+        needs=("fsdp",),
+    ),
     Ingredient("other_critic", {"critic_config": {"engine": "megatron"}}, _SAME, needs=("fsdp", "critic")),
     Ingredient("recompute", _train(**RECOMPUTE), _SAME),
     Ingredient("moe_recompute", _train(**MOE_RECOMPUTE), _SAME, needs=("experts|latent",)),
@@ -243,6 +257,15 @@ INGREDIENTS = [
         "opponents",
         _rl(opponents={"roles": ["left", "right"], "share": 0.7, "interval": 1, "size": 2}),
         "log-probs of its tokens by the weights of its version; rewards of the other role from the texts of both",
+        needs=("roles", "lora", "adapter_push"),
+    ),
+    Ingredient(
+        "role_adapters",
+        {
+            "rl_config": {"role_adapters": {"left": "one", "right": "two"}},
+            "megatron_training": {"lora_ckpt_filter": True},
+        },
+        "transformers with a model per adapter: each steps by the loss of its role's tokens",
         needs=("roles", "lora", "adapter_push"),
     ),
     Ingredient(
@@ -728,11 +751,17 @@ def _save_model(name: str, folder: Path, seed: int | None) -> None:
             _nudge(predicting.named_parameters().values())
         predicting.save(folder)
         return
-    model = tiny_hf.build(name)
+    if name == "own":
+        model = remote_code_model.build(remote_code_model.write_code(folder))
+        tiny_hf.spread(model, 1.0)  # its layers are steep as they are
+    else:
+        model = tiny_hf.build(name)
     if seed is not None:
         torch.manual_seed(seed)
         _nudge(model.parameters())
     model.save_pretrained(folder)
+    if name == "own":  # as it is published: transformers writes another map of the code
+        remote_code_model.write_code(folder)
 
 
 @torch.no_grad()

@@ -45,24 +45,30 @@ class SlowModel:
     Attributes:
         logits: of the router of each layer with experts in the last pass, [tokens, experts].
         chosen: its experts, [tokens, 2].
+        inputs: what it chose from, [tokens, hidden].
         full: log-probs of the whole vocabulary in the last pass, [tokens of the response, vocabulary].
     """
 
     full: Tensor
 
-    def __init__(self, folder: str, temperature: float, margins: Margins, *, is_critic: bool = False) -> None:
+    def __init__(
+        self, folder: str, temperature: float, margins: Margins, *, is_critic: bool = False, trusts_code: bool = False
+    ) -> None:
         kind = transformers.AutoModelForSequenceClassification if is_critic else transformers.AutoModelForCausalLM
-        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        plain: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        if trusts_code:
+            plain = {"trust_remote_code": True}
         self.model = kind.from_pretrained(folder, dtype=torch.float32, **plain).double().eval()
         # transformers gives the token of the padding no gradient, though a model may sample it
         self.model.get_input_embeddings().padding_idx = None
         self._temperature, self.margins, self._is_critic = temperature, margins, is_critic
         self.logits: list[Tensor] = []
         self.chosen: list[Tensor] = []
+        self.inputs: list[Tensor] = []
         self._given: list[Tensor] = []
-        gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
+        self.gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(getattr(layer, "mlp", None), "gate")]
         choose = {"Qwen3MoeTopKRouter": self._choose_by_softmax, "DeepseekV3TopkRouter": self._choose_by_sigmoid}
-        for place, gate in enumerate(gates):
+        for place, gate in enumerate(self.gates):
             if type(gate).__name__ in choose:
                 gate.forward = self._gate(place, gate, choose[type(gate).__name__])
 
@@ -70,28 +76,29 @@ class SlowModel:
         def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits = functional.linear(hidden.reshape(-1, hidden.size(-1)), gate.weight)
             self.logits.append(logits)
-            scores, chosen = choose(gate, logits)
+            self.inputs.append(hidden.detach().reshape(-1, hidden.size(-1)))
+            scores, chosen, margins = choose(gate, logits)
             if self._given:
-                chosen = torch.where(self._given[place] < 0, chosen, self._given[place])
+                is_free = (self._given[place] < 0).any(-1)
+                chosen, margins = torch.where(is_free[:, None], chosen, self._given[place]), margins[is_free]
+            self.margins.add("experts", margins)
             self.chosen.append(chosen)
             weights = scores.gather(1, chosen)
             return logits, weights / weights.sum(-1, keepdim=True) * getattr(gate, "routed_scaling_factor", 1.0), chosen
 
         return forward
 
-    def _choose_by_softmax(self, gate: torch.nn.Module, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose_by_softmax(self, gate: torch.nn.Module, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ranked = logits.sort(-1, descending=True)
-        self.margins.add("experts", ranked.values[:, _TOPK - 1] - ranked.values[:, _TOPK])
-        return logits.softmax(-1), ranked.indices[:, :_TOPK]
+        return logits.softmax(-1), ranked.indices[:, :_TOPK], _measure_margins(logits)
 
-    def _choose_by_sigmoid(self, gate: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose_by_sigmoid(self, gate: Any, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The best group by the sum of its two best scores, and all of its two experts."""
         assert (gate.num_group, gate.topk_group, gate.num_experts, gate.top_k) == (2, 1, 4, 2)
         scores = logits.sigmoid()
         groups = (scores + gate.e_score_correction_bias).unflatten(-1, (2, 2)).sum(-1)
-        self.margins.add("experts", groups[:, 0] - groups[:, 1])
         first = 2 * groups.argmax(-1, keepdim=True)
-        return scores, torch.cat([first, first + 1], -1)
+        return scores, torch.cat([first, first + 1], -1), groups[:, 0] - groups[:, 1]
 
     def compute_log_softmax(self, tokens: Tensor) -> Tensor:
         """[tokens, vocabulary] under the temperature."""
@@ -99,7 +106,7 @@ class SlowModel:
 
     def read(self, ids: Sequence[int], first: int, experts: Experts | None = None) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies) of the tokens from `first` on; the values before them of a critic, twice."""
-        self.logits, self.chosen, self._given = [], [], experts or []
+        self.logits, self.chosen, self.inputs, self._given = [], [], [], experts or []
         tokens = torch.tensor(ids)
         if self._is_critic:
             hidden = self.model.model(tokens[None]).last_hidden_state[0]
@@ -219,7 +226,10 @@ class SlowRun:
 
     def _open(self, role: str, temperature: float) -> SlowModel:
         if role not in self.models:
-            self.models[role] = SlowModel(self.folders[role], temperature, self.margins, is_critic=role == "critic")
+            trusts = self.training.get("trust_remote_code", False)
+            self.models[role] = SlowModel(
+                self.folders[role], temperature, self.margins, is_critic=role == "critic", trusts_code=trusts
+            )
         self.models[role].margins = self.margins
         return self.models[role]
 
@@ -244,12 +254,17 @@ class SlowRun:
         results = []
         for place, sequence in enumerate(self.rows[index].sequences):
             experts = None if plain or model is not self.actor else self.experts[index][place]
-            results.append(model.read([*sequence.prompt, *sequence.response], len(sequence.prompt), experts))
+            used = self.choose_model(model, index, place)
+            results.append(used.read([*sequence.prompt, *sequence.response], len(sequence.prompt), experts))
             if records:
-                self.experts[index][place] = list(model.chosen)
+                self.experts[index][place] = list(used.chosen)
             if logits is not None:
-                logits.append((index, list(model.logits)))
+                logits.append((index, list(used.logits)))
         return torch.cat([output for output, _ in results]), torch.cat([output for _, output in results])
+
+    def choose_model(self, model: SlowModel, index: int, place: int) -> SlowModel:
+        """The model that computes a sequence of a row in a pass of this model."""
+        return model
 
     # ------------------------------------------------------------------ advantages
 
@@ -579,6 +594,7 @@ class SlowRun:
                 pools = [torch.cat([layers[layer] for row, layers in logits if row in group]) for group in micro_batches]
                 weights = [len(pool) / tokens for pool in pools]
             for pool, weight in zip(pools, weights):
+                self.margins.add("balanced experts", _measure_margins(pool))
                 chosen = functional.one_hot(pool.topk(_TOPK, -1).indices, _NUM_EXPERTS).sum(1).double()
                 balance = _NUM_EXPERTS * (chosen.mean(0) / _TOPK * pool.softmax(-1).mean(0)).sum()
                 loss = loss + coeff * weight * balance
@@ -628,6 +644,12 @@ class SlowRun:
     def metrics(self) -> dict[str, float]:
         """Metrics over all steps."""
         return {name: value / count for name, (value, count) in self.sums.items() if count}
+
+
+def _measure_margins(logits: Tensor) -> Tensor:
+    """By how much the last expert that is chosen is before the next."""
+    ranked = logits.sort(-1, descending=True).values
+    return ranked[:, _TOPK - 1] - ranked[:, _TOPK]
 
 
 def _std(values: Sequence[float]) -> float:

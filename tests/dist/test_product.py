@@ -22,6 +22,7 @@ import numpy as np
 import product_jobs as jobs
 import product_judges
 import pytest
+import torch
 from product_runs import (
     BY_NAME,
     SILENT,
@@ -38,7 +39,8 @@ from product_runs import (
     record_comparison,
 )
 from ranks import RankFailureError, Ranks
-from slow_product import Comparison, InconclusiveError
+from slow_product import Comparison, InconclusiveError, measure_force
+from slow_reference import Margins, SlowModel
 
 from mindspeed_rl.config import ConfigError
 
@@ -47,7 +49,7 @@ _SEED = int(os.environ.get("PRODUCT_SEED", "1"))
 #: `--all` repeats one of so many of the runs that have been compared, `--extra` the others
 _ONE_OF = 5
 #: draws of a run, of which one is to show something
-_DRAWS = 4
+_DRAWS = 8
 #: characters of an error, or of the end of a rank's traceback
 _MOST_OF_AN_ERROR = 2500
 Folders = Mapping[str, Mapping[str, str]]
@@ -249,6 +251,27 @@ def test_the_last_day_of_a_pair_is_that_of_its_newest_run_of_the_same_precision(
         for is_rough in (False, True):
             day = find_last_day(frozenset((one, other)), is_rough, runs)
             assert day == expected.get((one, other, is_rough), "never")
+
+
+@pytest.mark.parametrize("model", ["moe_mixed", "deepseek"])
+def test_experts_of_an_input_nearby_need_no_larger_change_of_it_and_those_of_another_token_do(
+    folders: Folders, model: str
+) -> None:
+    (gate,) = SlowModel(folders[model]["actor"], 1.0, Margins()).gates[:1]
+    generator = torch.Generator().manual_seed(3)
+    hidden, noise = torch.randn(2, 400, gate.weight.size(1), dtype=torch.float64, generator=generator)
+    own = gate.forward(hidden)[2]
+    assert not measure_force(gate, hidden, own).any()
+    for size in (0.1, 0.01):
+        change = size * noise / noise.norm(dim=1, keepdim=True) * hidden.norm(dim=1, keepdim=True)
+        others = gate.forward(hidden + change)[2]
+        assert 0 < int((others != own).any(1).sum()) < 200
+        # sigmoids are steeper in between
+        assert (
+            float(measure_force(gate, hidden, others).max()) < (1.0 if model == "moe_mixed" else 1.0 + 5 * size) * size + 1e-9
+        )
+    others = measure_force(gate, hidden, own.roll(1, 0))
+    assert float((others == 0.0).double().mean()) < 0.7 and float(others.max()) > 0.2
 
 
 def test_the_traceback_of_a_failed_rank_reaches_the_reason(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             None,
             "auto_map.AutoModelForCausalLM names code of another repository (owner/repo--own_code.OwnForCausalLM)",
         ),
+        (_TRUSTED | {"recompute_granularity": "full"}, {}, None, "full is not available with OwnForCausalLM"),
         (_TRUSTED, {}, "import nothing_of_this_name", "the code in the folder fails"),
         (_TRUSTED, {}, "raise RuntimeError('no licence')", "fails: RuntimeError: no licence"),
     ],
@@ -52,7 +53,7 @@ def test_what_cannot_be_run_is_named(
 ) -> None:
     made = remote_code_model.write_code(tmp_path / "model", **({} if code is None else {"code": code}), **changes)
     mark = tmp_path / "ran"
-    if keys is not _TRUSTED:
+    if "trust_remote_code" not in keys:
         (made / "own_code.py").write_text(f"open({str(mark)!r}, 'w')\n")
     with pytest.raises(ValueError, match=".") as caught:
         plan_model(MegatronConfig(bf16=False, **keys), made)  # pyrefly: ignore[bad-argument-type]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ os.environ.update(platform.current().worker_env())
 adaptors.apply("rollout")  # before vLLM is imported
 
 from safetensors.torch import load_file
+from vllm.v1.structured_output import StructuredOutputManager
 
 from mindspeed_rl.config import GenerateConfig, SamplingConfig
 from mindspeed_rl.rollout.requests import Sampling
@@ -61,4 +63,22 @@ for name, sampling in forms.items():
         errors.append(float((torch.tensor(completion.log_probs) - exact).abs().max()))
     texts = [fast.decode(completion.token_ids) for completion in completions]
     result[name] = {"texts": texts, "truncated": [completion.truncated for completion in completions], "error": max(errors)}
+
+# forms are compiled where requests are added: which requests share the next step depends on no other thread
+compile_form, compiled_by = StructuredOutputManager._create_grammar, list[threading.Thread]()
+
+
+def compile_noted(self: StructuredOutputManager, request: object) -> object:
+    compiled_by.append(threading.current_thread())
+    return compile_form(self, request)
+
+
+StructuredOutputManager._create_grammar = compile_noted
+for seed in range(4):
+    engine.add_request(str(seed), PROMPT, Sampling(0.7, 20, (0,), structured_output=json.dumps({"regex": "[a-c]{4}"})), seed)
+is_here = [thread is threading.main_thread() for thread in compiled_by]
+ends: list[int] = []
+while sum(ends) < 4:
+    ends.append(len(engine.step()))
+result["together"] = {"compiled here": is_here, "ends": ends, "error": 0.0}
 print(json.dumps(result))

@@ -38,4 +38,6 @@ def test_a_text_ends_a_response_and_a_form_shapes_it_while_log_probs_stay_those_
     assert any(text.endswith(("a", "7")) for text in result["stop"]["texts"]) and not any(result["stop"]["truncated"])
     assert all(re.fullmatch(r"[0-9]{3}\.[0-9](</s>)?", text) for text in result["regex"]["texts"]), result["regex"]["texts"]
     assert {text.removesuffix("</s>") for text in result["choice"]["texts"]} <= {"yes", "no"}
+    # in the four steps of its letters, and one of its end, all requests share each step
+    assert result["together"] == {"compiled here": [True] * 4, "ends": [0, 0, 0, 0, 4], "error": 0.0}
     assert {name: report["error"] for name, report in result.items() if report["error"] > 1e-5} == {}
