@@ -3,5 +3,5 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 model qwen35_122b_a10b Qwen3.5-122B-A10B
-: "${NNODES:=4}"
+: "${NNODES:=8}"
 reinforce grpo_qwen35_122b_a10b_A3 "$@"

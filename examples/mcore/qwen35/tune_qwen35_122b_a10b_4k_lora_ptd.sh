@@ -3,5 +3,5 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 model qwen35_122b_a10b Qwen3.5-122B-A10B
-: "${NNODES:=4}" "${TP:=2}" "${PP:=4}" "${EP:=8}"
+: "${NNODES:=8}" "${TP:=2}" "${PP:=4}" "${EP:=8}"
 tune_lora "$@"

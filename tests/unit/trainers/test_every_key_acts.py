@@ -67,6 +67,7 @@ BASES: list[tuple[str, Tree]] = [
         base({"num_layers": 61, "num_experts": 256, "multi_latent_attention": True}, pipeline_model_parallel_size=1),
     ),
     ("Llama-3.2-1B", base({"num_layers": 16})),
+    ("Qwen3.5-9B", base({"num_layers": 32, "linear_attention_freq": 4})),
 ]
 
 GROUPS: dict[type, tuple[str, ...]] = {
