@@ -14,12 +14,12 @@ KEYS = ["megatron_training.image_folder=null", "megatron_training.tokenizer_name
 SFT = [
     "--config-name", "sft_tiny_vision_cpu", "run_dir=sft_run", "megatron_training.num_npus=1", "megatron_training.load=model",
     "megatron_training.data_path=start.jsonl", "megatron_training.prompt_type=hf", "megatron_training.global_batch_size=32",
-    "megatron_training.map_keys={prompt: instruction, query: '', response: output}", "megatron_training.train_iters=320",
-    "megatron_training.lr=1e-3", "megatron_training.save=sft", "megatron_training.save_interval=320",
+    "megatron_training.map_keys={prompt: instruction, query: '', response: output}", "megatron_training.train_iters=60",
+    "megatron_training.lr=1e-3", "megatron_training.save=sft", "megatron_training.save_interval=60",
 ]  # fmt: skip
 LEARNING = [
-    "run_dir=grpo_run", "actor_config.load=sft/hf/latest", "megatron_training.train_iters=30",
-    "megatron_training.eval_interval=30",
+    "run_dir=grpo_run", "actor_config.load=sft/hf/latest", "megatron_training.train_iters=25",
+    "megatron_training.eval_interval=25",
     "megatron_training.eval_data_path=held_out.jsonl", "megatron_training.global_batch_size=16", "rl_config.mini_batch_size=16",
     "rl_config.n_samples_per_prompt=8", "rl_config.verifier_function=[exact_match]", "actor_config.micro_batch_size=128",
     "rl_config.log_probs_diff_limit=1e-3",
