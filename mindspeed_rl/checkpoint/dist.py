@@ -45,6 +45,7 @@ from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.names import get_distributed_name, list_names
+from mindspeed_rl.models.vision import TOWER
 from mindspeed_rl.models.weights import WeightOp, concatenate
 
 METADATA_FILE = ".metadata"
@@ -348,6 +349,8 @@ class DistFolder:
             model_config,
             padded_vocab_size=max(embedding.size[0], model_config.vocab_size),
             mtp_num_layers=max(predictions, default=-1) + 1,
+            # none of a run with `language_model_only`
+            vision=model_config.vision if any(name.startswith(TOWER) for name in entries) else None,
         )
         used: set[str] = set()
         groups = []
@@ -363,7 +366,8 @@ class DistFolder:
             # moments and averages have the parameters' names behind these, and would all count as unknown tensors
             and not name.startswith((*_OPTIMIZER, "rng_state", "rerun_state", "opt_param", _AVERAGE))
         }
-        extra = sorted(model_keys - used)
+        # a run with `language_model_only` leaves out a tower that is there
+        extra = sorted(name for name in model_keys - used if model_config.vision is not None or not name.startswith(TOWER))
         if extra and not loosely:
             raise ValueError(
                 f"{self.folder} holds {extra[0]!r}, unknown to {model_config.architecture} with num_hidden_layers "

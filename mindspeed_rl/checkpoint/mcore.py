@@ -28,6 +28,7 @@ from mindspeed_rl.models.names import (
     list_legacy_keys,
     list_names,
 )
+from mindspeed_rl.models.vision import TOWER
 from mindspeed_rl.models.weights import WeightOp
 
 _RANK_FILE = "model_optim_rng.pt"
@@ -269,6 +270,8 @@ class MegatronFolder:
         model_config = replace(model_config, padded_vocab_size=max(embedding * layout.tp, model_config.vocab_size))
         model_config = replace(model_config, mtp_num_layers=self._num_prediction_layers(states))
         names = {name for state in states.values() for name in state}
+        if not any(name.startswith(TOWER) for name in names):
+            model_config = replace(model_config, vision=None)  # of a run with `language_model_only`
         grouped = any(re.search(r"\.experts\.weight[12]$", name) for name in names)
         packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
         ops = architecture.weight_ops(model_config, packing)
@@ -412,7 +415,9 @@ class _Reader:
         return sorted({name for key in self.states for name in self._unused(key)})
 
     def _unused(self, key: tuple[Rank, int]) -> list[str]:
-        return sorted(name for name in self.states[key] if name not in self.used[key] and not _IGNORED.search(name))
+        names = (name for name in self.states[key] if name not in self.used[key] and not _IGNORED.search(name))
+        # a run with `language_model_only` leaves out a tower that is there
+        return sorted(name for name in names if self.model_config.vision is not None or not name.startswith(TOWER))
 
     def check_all_used(self) -> None:
         for rank, vp_stage in self.states:

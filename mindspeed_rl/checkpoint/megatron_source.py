@@ -71,6 +71,11 @@ def open_megatron(
         ValueError: the checkpoint is incomplete, damaged, or of another model.
     """
     opened = open_layout(path, iteration, verified=verified).open(architecture, model_config, loosely)
+    if model_config.vision is not None and opened.model_config.vision is None:
+        raise ValueError(
+            f"{path} has no vision tower: it was saved with language_model_only: true; set that here too, or start from the "
+            "folder that save_hf or `mindspeed-rl convert` writes, which has the published tower."
+        )
     return GroupedTensors(opened.groups)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from mindspeed_rl.checkpoint.hf import INDEX_NAME, list_missing_shards, read_weight_files
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.checkpoint.newest import TRACKER_NAME, iterations, newest_checkpoint
+from mindspeed_rl.checkpoint.published_tower import find_tower
 from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_metadata import HF_FILES, describe_inner_adapters, find_adapter_base
@@ -176,8 +177,13 @@ def check_weights(config: MegatronConfig, source: ModelSource, *, is_scored: boo
         A sentence for each kind of tensor that is left behind.
 
     Raises:
-        ValueError: the weights are another model's than config.json says.
+        ValueError: the weights are another model's than config.json says, or the tower that exports need is not here.
     """
+    exports = config.save and config.save_hf and not (config.lora_target_modules and config.lora_ckpt_filter)
+    if config.language_model_only and exports:
+        architecture, model_config, hf_config = read_model(source.hf_folder)
+        text = replace(model_config, vision=None)
+        find_tower(config, source, [name for op in architecture.list_left_out(text, hf_config) for name in op.hf])
     if source.kind != "hf":
         return []
     architecture, model_config, _ = read_model(source.weights, config.engine, trusts_code=config.trust_remote_code)

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from mindspeed_rl.checkpoint.block_fp8 import group_of, is_scale, without_quantization
-from mindspeed_rl.checkpoint.hf import HfFolder
+from mindspeed_rl.checkpoint.hf import HfFolder, read_weight_files
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup, same_bits
 from mindspeed_rl.checkpoint.mcore import Adapters, iteration_folder
 from mindspeed_rl.checkpoint.megatron_source import open_layout
@@ -287,7 +287,8 @@ def check_hf_tensors(path: Path, architecture: Architecture, model_config: Model
     _check_layer_count(folder, architecture, model_config)
     _check_vocabulary(folder, architecture, model_config)
     _check_head(folder, architecture, model_config, loosely=loosely)
-    names = {name for op in architecture.weight_ops(model_config) for name in op.hf}
+    ops = architecture.weight_ops(model_config) + architecture.list_left_out(model_config, folder.config)
+    names = {name for op in ops for name in op.hf}
     copies = {
         *architecture.hf_copies(model_config),
         *(() if model_config.untie_embeddings_and_output_weights else ("lm_head.weight",)),
@@ -455,6 +456,17 @@ def _prediction_tensors(
     return frozenset(complete)
 
 
+def _open_tower(folder: Path | None, names: Sequence[str], path: Path) -> list[Group]:
+    """Return the tower of a published folder, for a checkpoint of a run that left it out; ValueError where it has none."""
+    if folder is None or not any(folder.glob("*.safetensors")) or not read_weight_files(folder).keys() >= set(names):
+        raise ValueError(
+            f"{path} has no vision tower, as a run with language_model_only: true saves it; pass --hf-cfg-dir with the "
+            f"published folder, whose tensors such as {names[0]} are taken"
+        )
+    opened = HfFolder(folder)
+    return [group_of(opened, name, None) for name in names]
+
+
 def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = None, *, verified: bool = False) -> Source:
     """Open a Megatron checkpoint, per-rank or ``torch_dist``, mcore or legacy.
 
@@ -488,9 +500,14 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     model_config = _model_config(architecture, config, options)
     _check_model_type(options, architecture, model_config)
     checkpoint = opened.open(architecture, model_config, options.loosely)
-    # with what only the files tell: padding of the vocabulary, prediction layers
+    # with what only the files tell: padding of the vocabulary, prediction layers, the tower
+    groups, warnings, num_dropped = list(checkpoint.groups), list[str](), len(checkpoint.skipped)
+    if model_config.vision is not None and checkpoint.model_config.vision is None:
+        left_out = architecture.list_left_out(checkpoint.model_config, config)
+        groups += _open_tower(companions, [name for op in left_out for name in op.hf], path)
+        warnings.append(f"the checkpoint has no vision tower (language_model_only); the result has that of {companions}")
+        checkpoint = replace(checkpoint, model_config=replace(checkpoint.model_config, vision=model_config.vision))
     model_config = checkpoint.model_config
-    warnings, num_dropped = [], len(checkpoint.skipped)
     if opened.holds_optimizer:
         warnings.append(f"the optimizer state in {folder} is not converted, only the weights are")
     if checkpoint.skipped:
@@ -510,7 +527,7 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
         architecture,
         model_config,
         config,
-        checkpoint.groups,
+        groups,
         companions,
         layout=checkpoint.layout,
         adapters=checkpoint.adapters,

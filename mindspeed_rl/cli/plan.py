@@ -269,7 +269,7 @@ def _modes(cfg: RunConfig, plan: TimePlan) -> dict[str, ModeTime]:
     }
 
 
-def _read_request(arguments: argparse.Namespace, npus: int = 1, nodes: int = 1) -> FitRequest:
+def _read_request(arguments: argparse.Namespace, npus: int = 1, nodes: int = 1, engine: str = "megatron") -> FitRequest:
     """Return the model and the run that it must fit.
 
     Raises:
@@ -284,7 +284,7 @@ def _read_request(arguments: argparse.Namespace, npus: int = 1, nodes: int = 1) 
     if folder is None:
         return FitRequest(arguments.model, read_block(arguments.model, arguments.config_dir), npus, *lengths, nodes)
     try:
-        block = read_folder(folder)
+        block = read_folder(folder, engine)
     except ValueError as error:
         raise ValueError(f"--model: {error}") from error
     return FitRequest(folder.resolve().name, block, npus, *lengths, nodes, folder=str(folder.resolve()))
@@ -314,7 +314,7 @@ def _smallest(arguments: argparse.Namespace) -> int:
 def _fit(arguments: argparse.Namespace) -> int:
     if arguments.top < 1:
         raise ValueError(f"--top: {arguments.top} must be at least 1.")
-    request = _read_request(arguments, arguments.npus, arguments.nodes)
+    request = _read_request(arguments, arguments.npus, arguments.nodes, arguments.engine)
     device = get_device(arguments.chip, arguments.memory_gib)
     request = replace(request, engine=arguments.engine)
     layouts = fit(request, device, samples=SampleMeans(arguments.mean_response))

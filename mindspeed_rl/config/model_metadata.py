@@ -31,6 +31,8 @@ _HEAD_SIZES = {
     "qwen3_5_text": 256,
     "qwen3_5_moe_text": 256,
 }
+#: keys of config.json with the number of experts, by family
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ def _read_shape(source: str, folder: Path, config: Mapping[str, object]) -> Engi
     width = _read_count(config, "head_dim") or _HEAD_SIZES.get(str(config.get("model_type")))
     if width is None and heads is not None and hidden is not None:
         width = hidden // heads
-    counts = [_read_count(config, key) for key in ("num_experts", "n_routed_experts", "num_local_experts")]
+    counts = [_read_count(config, key) for key in _EXPERT_COUNTS]
     latent, rotary = _read_count(config, "kv_lora_rank"), _read_count(config, "qk_rope_head_dim")
     widths = [_read_count(config, f"linear_{kind}_head_dim") for kind in ("key", "value")]
     return EngineShape(

@@ -158,9 +158,9 @@ class RunConfig:
 
     @property
     def reads_images(self) -> bool:
-        """True where the actor's files have a model of images."""
+        """True where the actor's files have a model of images, which is built with its tower."""
         metadata = self.model_metadata.get("actor_config")
-        return metadata is not None and metadata.reads_images
+        return metadata is not None and metadata.reads_images and not self.actor_config.language_model_only
 
     def with_shape(self, group: str) -> MegatronConfig:
         """Return the keys of a role with the shape of its config.json, where the run file leaves it to that and it is here.

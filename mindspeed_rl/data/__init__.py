@@ -14,6 +14,7 @@ _HANDLERS = "mindspeed_rl.data.handlers"
 # --handler-name -> where the class is. A user's own class is given as "module:Class".
 HANDLERS: dict[str, str] = {
     "GeneralPretrainHandler": f"{_HANDLERS}.pretrain:GeneralPretrainHandler",
+    "ImageTextPretrainHandler": f"{_HANDLERS}.pretrain:ImageTextPretrainHandler",
     "AlpacaPretrainHandler": f"{_HANDLERS}.pretrain:AlpacaPretrainHandler",
     "SharegptPretrainHandler": f"{_HANDLERS}.pretrain:SharegptPretrainHandler",
     "AlpacaStyleInstructionHandler": f"{_HANDLERS}.instruction:AlpacaStyleInstructionHandler",

@@ -58,6 +58,10 @@ def _is_list_with(*keys: str) -> Callable[[object], bool]:
     return test
 
 
+def _is_media(value: object) -> bool:
+    return value not in (None, "", [])
+
+
 def _is_judgement(value: object) -> bool:
     return str(value).lower() in ("true", "false", "1", "0")
 
@@ -112,6 +116,8 @@ _PAIR = {"chosen": _is_answer, "rejected": _is_answer}
 #: kind -> its forms; the first that a row has is taken
 FORMS: dict[Kind, tuple[Form, ...]] = {
     "documents": (
+        Form("text with images", "ImageTextPretrainHandler", {"text": _is_text, "images": _is_media}),
+        Form("text with videos", "ImageTextPretrainHandler", {"text": _is_text, "videos": _is_media}),
         Form("text", "GeneralPretrainHandler", {"text": _is_text}),
         Form("content", "GeneralPretrainHandler", {"text": _is_text}, {"text": "content"}),
         Form("ShareGPT", "SharegptPretrainHandler", {"messages": _TURNS}),

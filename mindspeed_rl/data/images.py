@@ -143,9 +143,10 @@ class ImageRules:
         """
         folder = Path(folder).expanduser()
         config = _read_json(folder / "config.json")
-        if "vision_config" not in config or "image_token_id" not in config:
+        if limits.language_model_only or "vision_config" not in config or "image_token_id" not in config:
             if limits.set_keys:
-                raise ValueError(f"{limits.set_keys[0]}: the model in {folder} reads no images; leave it out")
+                reason = " with language_model_only: true" if limits.language_model_only else ""
+                raise ValueError(f"{limits.set_keys[0]}: the model in {folder} reads no images{reason}; leave it out")
             return None
         processor = _read_json(folder / "preprocessor_config.json")
         # transformers 5 writes one file for the processor and its parts

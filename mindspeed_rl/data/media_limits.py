@@ -15,6 +15,7 @@ class MediaLimits:
         video_fps: frames per second that are sampled.
         video_min_frames, video_max_frames: limits of the sampled frames.
         video_min_pixels, video_max_pixels: area of a frame, or of all frames together, as the processor counts it.
+        language_model_only: the model is used without its tower, as a model of text.
     """
 
     min_pixels: int | None = None
@@ -24,6 +25,7 @@ class MediaLimits:
     video_max_frames: int | None = None
     video_min_pixels: int | None = None
     video_max_pixels: int | None = None
+    language_model_only: bool = False
 
     @classmethod
     def from_keys(cls, config: Any) -> MediaLimits:
@@ -33,7 +35,8 @@ class MediaLimits:
     @property
     def set_keys(self) -> list[str]:
         """The keys that are set."""
-        return [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        names = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        return [name for name in names if name != "language_model_only"]
 
     @property
     def set_video_keys(self) -> list[str]:

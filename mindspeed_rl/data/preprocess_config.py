@@ -74,6 +74,7 @@ class PreprocessConfig:
     video_max_frames: int | None = None
     video_min_pixels: int | None = None
     video_max_pixels: int | None = None
+    language_model_only: bool = False
 
     def __post_init__(self) -> None:
         if self.tokenizer_type not in self.choices["tokenizer_type"]:

@@ -23,6 +23,7 @@ from mindspeed_rl.engine.sequence_layout import (
     PredictionTargets,
     SharedPrefixes,
     expand_ranges,
+    shift,
     shift_targets,
     zigzag_positions,
 )
@@ -393,7 +394,7 @@ def build_micro_batch(
     slots, labels, tokens = slots[order], labels[order], tokens[order]
     images = None
     if placed is not None and shape.vision is not None:
-        images = _build_images(placed, order, shape.vision, device)
+        images = _build_images(placed, padded, order, shape, device)
         if layout is not None:
             packed_rope.expect_angles(layout.cu_seqlens_q_padded)
     hidden_index = (slots >= 0).nonzero()[:, 0]
@@ -511,12 +512,20 @@ def _divide(
     return layout, local[None], local  # hidden states are [t, 1, h]
 
 
-def _build_images(placed: PlacedImages, order: Tensor, vision: VisionConfig, device: torch.device) -> ImageBatch | None:
+def _build_images(
+    placed: PlacedImages, padded: Sequence[int], order: Tensor, shape: BatchShape, device: torch.device
+) -> ImageBatch | None:
     """Return the images with tokens on this rank; None where the micro-batch has none at all."""
+    assert shape.vision is not None
     if not placed.images:
         return None
-    images = ImageBatch.build(placed.images, placed.owners[order], placed.rows[order], vision)
-    return ImageBatch(images.images, *platform.current().to_device([images.tokens, images.features], device))
+    values = (placed.owners, placed.rows)
+    later = [shift(values, padded, by, (-1, 0)) for by in range(1, shape.num_predictions + 1)]
+    ordered = [(owners[order], rows[order]) for owners, rows in later]
+    images = ImageBatch.build(placed.images, placed.owners[order], placed.rows[order], shape.vision, ordered)
+    on_host = [images.tokens, images.features, *(values for place in images.later for values in place)]
+    tokens, features, *others = platform.current().to_device(on_host, device)
+    return ImageBatch(images.images, tokens, features, tuple(zip(others[::2], others[1::2], strict=True)))
 
 
 def _order_routing(routing: list[Tensor], tokens: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ class _ChunkBuilder:
     def _add_images(self, model: PolicyModel | ValueModel, vision: VisionConfig, layers: Sequence[int | None]) -> None:
         """Let a chunk see images: the first has the tower, the others only the positions of its tokens."""
         if not model.pre_process:
-            model.inputs = ImagePositions()
+            model.inputs = ImagePositions(vision)
             return
         model.vision_model = tower = build_tower(self.plan.hf_config)
         if self.lora is not None:

@@ -41,6 +41,7 @@ from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.head_outputs import HeadPass
 from mindspeed_rl.engine.part import EnginePart
+from mindspeed_rl.engine.vision import LaterTokens, list_later_tokens
 from mindspeed_rl.engine.vocab import compute_vocab_log_probs
 from mindspeed_rl.observability.metrics import Metric
 
@@ -49,7 +50,7 @@ _INNER = next(field.name for field in dataclasses.fields(MultiTokenPredictionLay
 
 
 class _PredictionLayer(MultiTokenPredictionLayer):
-    """Megatron's layer with tokens that are shifted already: its `input_ids` are shifted for this layer and all after it.
+    """Megatron's layer with tokens that are shifted already: its `input_ids` are those of this layer and of all after it.
 
     The decoder layer inside has the name `transformer_layer` in every release, as it has in all their checkpoints.
     """
@@ -64,7 +65,7 @@ class _PredictionLayer(MultiTokenPredictionLayer):
 
     def forward(  # pyrefly: ignore[bad-override]  (the tokens of several layers)
         self,
-        input_ids: Sequence[Tensor],
+        input_ids: Sequence[LaterTokens],
         position_ids: Tensor,
         hidden_states: Tensor,
         *,
@@ -151,11 +152,16 @@ class PredictionLosses(EnginePart):
         """
         micro_batch, model = head.micro_batch, self._model
         names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+
+        def embed(input_ids: LaterTokens, position_ids: Tensor) -> Tensor:
+            embedded = model.inputs.embed_later(model, input_ids, position_ids)
+            return embedded.detach() if self._detaches else embedded
+
         output = model.mtp(
-            input_ids=[targets.input_ids for targets in micro_batch.predictions],
+            input_ids=list_later_tokens([targets.input_ids for targets in micro_batch.predictions], micro_batch.images),
             position_ids=head.position_ids,
             hidden_states=hidden_states.detach() if self._detaches else hidden_states,
-            embedding=(lambda **named: model.embedding(**named).detach()) if self._detaches else model.embedding,
+            embedding=embed,
             **{name: head.inputs[name] for name in names},
         )
         vocab = dataclasses.replace(head.vocab, temperature=1.0)

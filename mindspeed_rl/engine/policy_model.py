@@ -118,6 +118,8 @@ class _ResponseAligned(GPTModel):
         output = super().forward(
             input_ids, position_ids, attention_mask, decoder_input, labels, *args, packed_seq_params=layout, **named
         )
+        if not self.post_process:
+            output = self.inputs.send(output)
         self.inputs.release(layout)
         return output
 

@@ -505,6 +505,17 @@ class PredictionTargets:
     slots: Tensor
 
 
+def shift(values: Sequence[Tensor], lengths: Sequence[int], by: int, fillers: Sequence[int]) -> list[Tensor]:
+    """Return [tokens] int64 values at each token of those `by` tokens later, and a filler where the sequence has no such token.
+
+    Args:
+        lengths: tokens of each consecutive sequence, padding included.
+    """
+    owners = torch.repeat_interleave(torch.tensor(lengths))
+    is_inside = functional.pad(owners[by:] == owners[:-by], (0, min(by, len(owners))))
+    return [torch.where(is_inside, value.roll(-by), filler) for value, filler in zip(values, fillers)]
+
+
 def shift_targets(
     values: tuple[Tensor, Tensor, Tensor],
     lengths: Sequence[int],
@@ -524,11 +535,9 @@ def shift_targets(
         num_layers: prediction layers.
         pad_id: token after the end of a sequence.
     """
-    owners, (cells, order), targets = torch.repeat_interleave(torch.tensor(lengths)), local, []
+    (cells, order), targets = local, []
     for by in range(1, num_layers + 1):
-        is_inside = functional.pad(owners[by:] == owners[:-by], (0, min(by, len(owners))))
-        fillers = (pad_id, 0, -1)
-        ids, labels, slots = (torch.where(is_inside, value.roll(-by), filler) for value, filler in zip(values, fillers))
+        ids, labels, slots = shift(values, lengths, by, (pad_id, 0, -1))
         labels, slots = labels[order], slots[order]
         index = (slots >= 0).nonzero()[:, 0]
         on_host = [ids[cells], index, labels[index], slots[index]]

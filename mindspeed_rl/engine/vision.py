@@ -39,27 +39,46 @@ class ImageBatch:
         images: different ones, each of which is computed once.
         tokens: [n] int64; indices of their tokens in this rank's embeddings, flattened from [s, b, h] to [s * b, h].
         features: [n] int64; for each of these the row in the concatenated features of the images.
+        later: the same two of the tokens that each multi-token-prediction layer embeds.
     """
 
     images: tuple[PreparedImage, ...]
     tokens: Tensor
     features: Tensor
+    later: tuple[tuple[Tensor, Tensor], ...] = ()
 
     @classmethod
-    def build(cls, images: Sequence[PreparedImage], owners: Tensor, rows: Tensor, vision: VisionConfig) -> ImageBatch:
+    def build(
+        cls,
+        images: Sequence[PreparedImage],
+        owners: Tensor,
+        rows: Tensor,
+        vision: VisionConfig,
+        later: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> ImageBatch:
         """Build the batch of the tokens of this rank.
 
         Args:
             images: images of the micro-batch.
             owners: [tokens] int64 on the host; index of the image of each token of the hidden states, -1 for text.
             rows: [tokens] int64; row of the token in the features of its image.
+            later: owners and rows of the tokens that each multi-token-prediction layer embeds.
         """
-        tokens = (owners >= 0).nonzero()[:, 0]
-        present, local = owners[tokens].unique(return_inverse=True)
+        present = torch.cat([owners, *(shifted for shifted, _ in later)]).unique()
+        present = present[present >= 0]
         mine = tuple(images[index] for index in present.tolist())
         counts = torch.tensor([vision.count_tokens(image.grid) for image in mine], dtype=torch.int64)
         starts = counts.cumsum(0) - counts
-        return cls(mine, tokens, starts[local] + rows[tokens] if mine else tokens)
+
+        def place(owners: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            tokens = (owners >= 0).nonzero()[:, 0]
+            return tokens, starts[torch.searchsorted(present, owners[tokens])] + rows[tokens] if mine else tokens
+
+        return cls(mine, *place(owners, rows), tuple(place(*shifted) for shifted in later))
+
+    def count_features(self, vision: VisionConfig) -> int:
+        """Return the rows of the concatenated features."""
+        return sum(vision.count_tokens(image.grid) for image in self.images)
 
 
 def find_images(
@@ -241,8 +260,21 @@ class _BlankImage:
         return torch.zeros(self._shape)
 
 
+#: input of a multi-token-prediction layer: ids of its tokens, and which of them are of images, as in `ImageBatch.later`
+LaterTokens: TypeAlias = tuple[Tensor, "tuple[Tensor, Tensor] | None"]
+
+
+def list_later_tokens(ids: Sequence[Tensor], images: ImageBatch | None) -> list[LaterTokens]:
+    """Return the input of each multi-token-prediction layer.
+
+    Args:
+        ids: ids of its tokens.
+    """
+    return list(zip(ids, [None] * len(ids) if images is None else images.later, strict=True))
+
+
 class DecoderInputs:
-    """Inputs of a decoder of text; chosen when the model is built."""
+    """Inputs of a decoder of text, and of prediction layers after it; chosen when the model is built."""
 
     def prepare(
         self,
@@ -260,12 +292,29 @@ class DecoderInputs:
         """
         return position_ids, decoder_input, layout
 
+    def embed_later(self, model: GPTModel, tokens: LaterTokens, position_ids: Tensor) -> Tensor:
+        """Embed the tokens of a multi-token-prediction layer, as the decoder's are."""
+        return model.embedding(input_ids=tokens[0], position_ids=position_ids)
+
+    def send(self, hidden_states: Tensor) -> Tensor:
+        """Return what the next stage receives in place of the hidden states."""
+        return hidden_states
+
     def release(self, layout: PackedSeqParams | None) -> None:
         """Release after a forward pass what no layer needs again."""
 
 
 class ImagePositions(DecoderInputs):
-    """Inputs of a later stage of a model that sees images: positions have three axes."""
+    """Inputs of a later stage of a model that sees images: positions have three axes.
+
+    Multi-token-prediction layers are on the last stage and embed images too. The first stage sends it the features of its
+    images behind the hidden states, in further rows of the one tensor that stages exchange; stages between pass them on.
+    """
+
+    def __init__(self, vision: VisionConfig) -> None:
+        self._vision = vision
+        # [rows, hidden size] during a forward pass
+        self._features: Tensor | None = None
 
     def prepare(
         self,
@@ -279,7 +328,45 @@ class ImagePositions(DecoderInputs):
         """Return the positions of text on all three axes, where they have one."""
         if position_ids.dim() == 2:
             position_ids = position_ids.expand(3, *position_ids.shape)
+        if images is not None and images.later and not model.pre_process:
+            self._receive(model, images.count_features(self._vision))
         return position_ids, decoder_input, layout
+
+    def _receive(self, model: GPTModel, count: int) -> None:
+        """Divide what the stage has received into hidden states and features."""
+        received = model.decoder.input_tensor
+        assert received is not None  # a stage after the first
+        length = received.size(0) - -(-count // received.size(1))
+        model.set_input_tensor(received[:length])
+        self._features = received[length:].flatten(0, 1)[:count]
+
+    def send(self, hidden_states: Tensor) -> Tensor:
+        """Return [s, b, h] with the features in further rows, the last of which may have padding."""
+        if self._features is None:
+            return hidden_states
+        features, width = self._features.to(hidden_states.dtype), hidden_states.size(1)
+        features = nn.functional.pad(features, (0, 0, 0, -len(features) % width))
+        return torch.cat([hidden_states, features.view(-1, width, features.size(1))])
+
+    def embed_later(self, model: GPTModel, tokens: LaterTokens, position_ids: Tensor) -> Tensor:
+        """Embed the tokens of a multi-token-prediction layer, with the features of images in place of their embeddings."""
+        ids, places = tokens
+        embeddings = model.embedding(input_ids=ids, position_ids=position_ids)
+        if places is not None and self._features is not None:
+            embeddings = _put(embeddings, places[0], self._features.index_select(0, places[1]))
+        if not model.config.sequence_parallel:
+            return embeddings
+        return scatter_to_sequence_parallel_region(embeddings, group=model.pg_collection.tp)
+
+    def release(self, layout: PackedSeqParams | None) -> None:
+        """Release the features; the graph has what backward needs."""
+        self._features = None
+
+
+def _put(embeddings: Tensor, tokens: Tensor, features: Tensor) -> Tensor:
+    """Return embeddings [s, b, h] with those of tokens of images replaced by their features."""
+    flat = embeddings.flatten(0, 1).index_copy(0, tokens, features.to(embeddings.dtype))
+    return flat.view_as(embeddings)
 
 
 class VisionEncoder(ImagePositions):
@@ -289,7 +376,8 @@ class VisionEncoder(ImagePositions):
     """
 
     def __init__(self, tower: nn.Module, vision: VisionConfig) -> None:
-        self._tower, self._vision = tower, vision
+        super().__init__(vision)
+        self._tower = tower
         self._cached: OrderedDict[str, list[Tensor]] = OrderedDict()
         self._cached_bytes = 0
 
@@ -332,7 +420,8 @@ class VisionEncoder(ImagePositions):
         return position_ids, decoder_input, layout
 
     def release(self, layout: PackedSeqParams | None) -> None:
-        """Release the features of further levels where no layer is computed again."""
+        """Release the features, those of further levels where no layer is computed again."""
+        super().release(layout)
         if isinstance(layout, (PaddedLayout, PackedLayout)) and not torch.is_grad_enabled():
             layout.added = None
 
@@ -347,9 +436,10 @@ class VisionEncoder(ImagePositions):
                 levels = self._compute([_BlankImage(self._vision)])
                 embeddings = embeddings + 0.0 * sum(level.sum() for level in levels)
             return embeddings, None
-        first, *others = (level.to(embeddings.dtype).index_select(0, images.features) for level in self._encode(images.images))
-        flat = embeddings.flatten(0, 1).index_copy(0, images.tokens, first)
-        embeddings = flat.view_as(embeddings)
+        levels = [level.to(embeddings.dtype) for level in self._encode(images.images)]
+        self._features = levels[0] if images.later else None
+        first, *others = (level.index_select(0, images.features) for level in levels)
+        embeddings = _put(embeddings, images.tokens, first)
         if not others:
             return embeddings, None
         return embeddings, AddedFeatures(images.tokens, others)

@@ -119,9 +119,19 @@ class Architecture:
         ops += _head_ops(model_config)
         if self.text_prefix != "model.":
             ops = [replace(op, hf=tuple(re.sub(r"^model\.", self.text_prefix, name) for name in op.hf)) for op in ops]
-        if self.read_tower_ops is not None:
+        if self.read_tower_ops is not None and model_config.vision is not None:
             ops[1:1] = self.read_tower_ops(model_config)
         return ops
+
+    def list_left_out(self, model_config: ModelConfig, hf_config: HfConfig) -> list[WeightOp]:
+        """Return the weights of the published tower where the model is built without it (`language_model_only`).
+
+        Args:
+            hf_config: config.json of the published model.
+        """
+        if self.read_tower_ops is None or model_config.vision is not None:
+            return []
+        return self.read_tower_ops(self.read_model_config(hf_config))
 
     def get_module_name(self, name: str) -> str:
         """Return the name of a weight in transformers' model, whose tower and language model are always below `model.`."""

@@ -15,7 +15,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models import find_architecture
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import parse_ints
-from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
+from mindspeed_rl.models.model_config import LinearAttention, ModelConfig, RopeScaling
 
 #: value of a model key, of a type for each key
 _Value: TypeAlias = Any
@@ -25,6 +25,10 @@ _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
 
 #: keys of latent attention, under the same names in a model's shape
 _LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+#: keys of gated delta nets, under the same names after `linear_` in a model's shape
+_LINEAR_SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 
 def fill_model_keys(config: MegatronConfig, model_config: ModelConfig, path: Path, written: frozenset[str]) -> MegatronConfig:
@@ -134,6 +138,10 @@ def _expected_where_set(config: MegatronConfig, model_config: ModelConfig) -> di
             "n_shared_experts": shared // model_config.moe_ffn_hidden_size,
             "first_k_dense_replace": model_config.moe_layers[0] if model_config.moe_layers else model_config.num_layers,
         }
+    expected["rotary_percent"] = model_config.rotary_percent
+    expected["linear_attention_freq"] = _find_frequency(model_config)
+    if (linear := model_config.linear_attention) is not None:
+        expected |= {f"linear_{name}": getattr(linear, name) for name in _LINEAR_SIZES}
     if model_config.multi_latent_attention:
         expected |= {name: getattr(model_config, name) for name in _LATENT_SIZES}
     else:
@@ -191,6 +199,7 @@ def infer_model_config(config: MegatronConfig) -> tuple[Architecture, ModelConfi
         "qk_layernorm": config.qk_layernorm,
         "norm_epsilon": config.norm_epsilon,
         "rotary_base": config.rotary_base,
+        "rotary_percent": config.rotary_percent or 1.0,
     }
     if config.num_experts is not None:
         shape |= _infer_experts(config, layers, ffn)
@@ -202,12 +211,42 @@ def infer_model_config(config: MegatronConfig) -> tuple[Architecture, ModelConfi
             "qk_layernorm": True,
         }
     model_config = ModelConfig(**shape)
+    if config.linear_attention_freq is not None:
+        model_config = _add_delta_nets(config, model_config)
     if config.model_type is None or config.model_type == family:
         return find_architecture(family), model_config
     architecture = find_architecture(config.model_type)
     if architecture.add_published_tower is None:
         raise ValueError(f"model_type {config.model_type}: the other model keys describe a model of family {family}")
     return architecture, architecture.add_published_tower(model_config)
+
+
+def _list_delta_nets(num_layers: int, frequency: int) -> tuple[int, ...]:
+    """Return the layers with gated delta nets where every `frequency`-th has full attention."""
+    return tuple(layer for layer in range(num_layers) if (layer + 1) % frequency)
+
+
+def _find_frequency(model_config: ModelConfig) -> int | None:
+    """Return how often a layer has full attention; None for a model without delta nets, or with another order of layers."""
+    if model_config.linear_attention is None:
+        return None
+    layers = set(model_config.linear_attention.layers)
+    count = model_config.num_layers
+    frequency = next((layer + 1 for layer in range(count) if layer not in layers), count + 1)
+    return frequency if frequency > 1 and layers == {*_list_delta_nets(count, frequency)} else None
+
+
+def _add_delta_nets(config: MegatronConfig, model_config: ModelConfig) -> ModelConfig:
+    """Return the model with gated delta nets between layers whose attention has an output gate."""
+    assert config.linear_attention_freq is not None
+    sizes = {name: getattr(config, f"linear_{name}") for name in _LINEAR_SIZES}
+    return dataclasses.replace(
+        model_config,
+        qk_layernorm=True,
+        layernorm_zero_centered_gamma=True,
+        attention_output_gate=True,
+        linear_attention=LinearAttention(_list_delta_nets(model_config.num_layers, config.linear_attention_freq), **sizes),
+    )
 
 
 def _check_sizes(config: MegatronConfig) -> None:
@@ -225,8 +264,14 @@ def _choose_family(config: MegatronConfig) -> str:
     """Return the family whose weights have the names and shapes that these keys describe."""
     kind = "dense" if config.num_experts is None else "experts"
     kind = "latent" if config.multi_latent_attention else kind
+    kind = "hybrid" if config.linear_attention_freq is not None else kind
     # the first whose condition holds
     families = {
+        "hybrid": (
+            (config.model_type == "qwen3_next", "qwen3_next"),
+            (config.num_experts, "qwen3_5_moe"),
+            (True, "qwen3_5"),
+        ),
         "latent": ((config.moe_router_score_function == "sigmoid", "deepseek_v3"), (True, "deepseek_v2")),
         "experts": ((config.n_shared_experts, "qwen2_moe"), (config.qk_layernorm, "qwen3_moe"), (True, "mixtral")),
         "dense": ((config.qk_layernorm, "qwen3"), (config.add_qkv_bias, "qwen2"), (True, "llama")),

@@ -125,6 +125,8 @@ def lay_out_model(
     Raises:
         ValueError: the layout does not fit it.
     """
+    if config.language_model_only:
+        model_config = replace(model_config, vision=None)
     model_config = _pad_vocab(config, model_config)
     _check_head_ranks(config, model_config)
     _check_indexer_loss(config, architecture, model_config)
@@ -216,6 +218,8 @@ def _check_tower(config: MegatronConfig, layout: Layout, model_config: ModelConf
     if vision is None:
         trained = [key for key in ("freeze_vit", "freeze_aligner") if not getattr(config, key)]
         if trained:
+            if config.language_model_only:
+                raise ValueError(f"{trained[0]}: false: language_model_only: true leaves out its tower; set one of the two.")
             raise ValueError(
                 f"{trained[0]}: false: the model has no vision tower to train; set the key for a role that has one."
             )
@@ -304,8 +308,6 @@ def _check_prediction(config: MegatronConfig, architecture: Architecture, model_
     if architecture.read_mtp_ops is None:
         raise ValueError(f"{key}: {architecture.name} has no multi-token-prediction layers; set it to 0.")
     architecture.read_mtp_ops(model_config, config.mtp_num_layers - 1, ExpertPacking())  # raises where a family has fewer
-    if model_config.vision is not None:
-        raise ValueError(f"{key}: not available for a model that sees images, whose embeddings are not shifted; set it to 0.")
 
 
 def _read_megatron_release() -> str | None:

@@ -30,13 +30,16 @@ _EXAMPLES = (
 )
 
 
-def read_folder(folder: Path) -> dict[str, Any]:
+def read_folder(folder: Path, engine: str = "megatron") -> dict[str, Any]:
     """Return the keys of a model block that describe the model of a folder.
+
+    Args:
+        engine: training engine of the layouts, which may have families of its own.
 
     Raises:
         ValueError: its config.json is of no supported model.
     """
-    _, model_config, _ = read_model(folder)
+    _, model_config, _ = read_model(folder, engine)
     config = MegatronConfig(num_layers=model_config.num_layers)
     filled = fill_model_keys(config, model_config, folder / "config.json", frozenset())
     defaults = MegatronConfig()

@@ -161,6 +161,8 @@ def plan_time(
 
 
 def _list_image_notes(run: RunShape, samples: Samples) -> Iterator[str]:
+    if run.actor.config.language_model_only:
+        yield "no vision tower, neither in the trainer nor in the engine (language_model_only)"
     if tokens := run.count_image_tokens(run.actor, samples.prompt):
         if run.generate is not None and run.generate.limit_mm_video_per_prompt:
             yield f"images and videos of {tokens:.0f} tokens in a prompt, all of the mean prompt"

@@ -83,6 +83,9 @@ def build_engine_arguments(
     if image_rules is not None:
         arguments |= _image_arguments(config, image_rules)
     hf_config = read_json(Path(hf_folder, "config.json"))
+    if image_rules is None and "vision_config" in hf_config:
+        # without prompts that have images, vLLM builds no tower
+        arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}
     # a model of images has the sizes of its language model in a part
     hf_config |= hf_config.get("text_config", {})
     overrides = _override_config(config, hooks, hf_config)

@@ -137,6 +137,9 @@ def _check_location(config: MegatronConfig, key: str, location: str) -> None:
             )
         return
     path = Path(location).expanduser()
+    stage = _form_of(stage, path)
+    if stage == "sft" and config.stage == "pretrain" and isinstance(getattr(config, key), list):
+        raise ValueError(f"megatron_training.{key}: {location} has documents with images, which are not blended; give one")
     if stage == "pretrain":
         missing, hint = [f"{location}.idx"], "give the whole prefix, with _text_document, or raw data"
         missing = [] if Path(f"{path}.idx").is_file() else missing
@@ -156,8 +159,13 @@ def _is_raw(stage: str, location: str) -> bool:
     """Return True for raw data, False for a prefix of an indexed dataset, or for nothing."""
     path, _, _ = split_slice(location)
     expanded = Path(path).expanduser()
-    is_prefix = Path(f"{expanded}.idx").is_file() if stage == "pretrain" else bool(list_packed_columns(expanded))
+    is_prefix = bool(list_packed_columns(expanded)) or stage == "pretrain" and Path(f"{expanded}.idx").is_file()
     return not is_prefix and (path.startswith(HUBS) or has_files(path))
+
+
+def _form_of(stage: str, prefix: Path) -> str:
+    """Return the stage with the columns of a dataset: documents with images have those of samples."""
+    return "sft" if stage == "pretrain" and list_packed_columns(prefix) else stage
 
 
 def _open_raw(config: MegatronConfig, key: str, location: str) -> _RawData:
@@ -209,12 +217,14 @@ def prepare_data(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Run, Dat
             with contextlib.redirect_stderr(notes):
                 prepared = _prepare(run, settings, raw, tokenizer)
             warnings += [line for line in notes.getvalue().splitlines() if line.startswith("ignored")]
-            prefix = Path(f"{prepared.prefix}_text_document") if stage == "pretrain" else prepared.prefix
+            is_flat = not handler_class(raw.reading.handler).packed
+            prefix = Path(f"{prepared.prefix}_text_document") if is_flat else prepared.prefix
             card = _describe_prepared(raw, prepared)
         _check_content(run, key, location, prefix, vocab_size, is_raw=raw is not None)
         warnings += _check_lengths(config, key, location, prefix, tokenizer.pad_token_id)
         prefixes.setdefault(key, []).append(str(prefix))
-        described = DataCard(f"{key}: {location}", card | describe_columns(prefix, stage, tokenizer, config.seq_length))
+        card |= describe_columns(prefix, _form_of(stage, prefix), tokenizer, config.seq_length)
+        described = DataCard(f"{key}: {location}", card)
         cards.append(described.without_examples() if key == "eval_data_path" else described)
     if any(_is_raw(stage, location) for _, location in _list_locations(config)):
         run = dataclasses.replace(run, prepared=_merge_weights(config, prefixes))
@@ -320,7 +330,7 @@ def _check_lengths(config: MegatronConfig, key: str, location: str, prefix: Path
     Raises:
         ValueError: nothing is left to train, or to evaluate on.
     """
-    limit, stage = config.seq_length, config.stage
+    limit, stage = config.seq_length, _form_of(str(config.stage), prefix)
     if stage == "pretrain" or limit is None:
         return
     columns = IndexedColumns(prefix, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from mindspeed_rl.checkpoint.model_source import (
     lacks_score_head,
 )
 from mindspeed_rl.checkpoint.newest import ADAPTERS, AVERAGES, EXPORTS, lacks_export, list_old
+from mindspeed_rl.checkpoint.published_tower import read_tower
 from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
 from mindspeed_rl.checkpoint.trained_template import TrainedTemplate
 from mindspeed_rl.config import RLConfig
@@ -368,7 +370,7 @@ class Role:
                 experts = plan.architecture.expert_names
                 if experts.stacked or experts.may_be_transposed:
                     named = join_experts(named, plan.model_config.num_moe_experts or 0, alternate=experts.stacked)
-                for name, tensor in named:
+                for name, tensor in itertools.chain(read_tower(self.config, self.source, plan), named):
                     if output_layer is None or name != OUTPUT_LAYER:
                         writer.add(name, tensor)
                 if output_layer is not None:

@@ -35,7 +35,7 @@ from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.engines import PassSettings
 from mindspeed_rl.workers.responses import read_image_rules
 from mindspeed_rl.workers.roles import Role, build_micro_batching, build_ref
-from mindspeed_rl.workers.stages import STAGES
+from mindspeed_rl.workers.stages import choose_stage
 from mindspeed_rl.workers.stages.stage import Stage, split_batches
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
 def _make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> Stage[Any]:
     """Make the stage that the run file names."""
-    assert config.stage is not None  # a run file that trains without rollouts names one
-    return registry.load(STAGES[config.stage], f"stage {config.stage}")(config, tokenizer)
+    return registry.load(choose_stage(config), f"stage {config.stage}")(config, tokenizer)
 
 
 class SupervisedWorker(DeviceWorker):

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import vision_jobs
 from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, summary, weighted_loss
 
 from mindspeed_rl.engine.batching import Rows
@@ -14,21 +15,22 @@ from mindspeed_rl.resharding.layouts import full_slice
 from mindspeed_rl.resharding.transfer import Sources
 
 
-def masked_rows() -> Rows:
+def masked_rows(with_images: bool = False) -> Rows:
     """The rows, of which some tokens do not train."""
-    rows, generator = all_rows(), torch.Generator().manual_seed(5)
+    rows, generator = vision_jobs.all_rows() if with_images else all_rows(), torch.Generator().manual_seed(5)
     masks = [torch.rand(len(weights), generator=generator) < 0.8 for weights in rows.columns["weights"]]
     return dataclasses.replace(rows, columns={**rows.columns, "loss_mask": masks})
 
 
-def train(setting: Setting, steps: int = 3) -> dict[str, Any]:
+def train(setting: Setting, steps: int = 3, with_images: bool = False) -> dict[str, Any]:
     """Trains; see `training_jobs.train`."""
     with engine_of(setting) as engine:
-        results = [engine.train_step(my_rows(masked_rows()), setting.batching, weighted_loss) for _ in range(steps)]
+        rows = my_rows(masked_rows(with_images))
+        results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
         return summary(results, full_weights(engine))
 
 
-def first_step(setting: Setting) -> dict[str, Any]:
+def first_step(setting: Setting, with_images: bool = False) -> dict[str, Any]:
     """Loss, prediction loss, logits of the prediction layers where they have targets, and all gradients, on one process."""
     with engine_of(setting) as engine:
         (model,), results, gradients = engine.model.models, [], {}
@@ -47,7 +49,7 @@ def first_step(setting: Setting) -> dict[str, Any]:
                     sources.read(name, full_slice(shape), gradients[name])
 
         engine.on_gradients.append(collect)
-        rows = masked_rows()
+        rows = masked_rows(with_images)
         micro_batch = engine._micro_batches(rows, setting.batching)[0]
         tied = model.share_embeddings_and_output_weights
         weight = (model.shared_embedding_or_output_weight() if tied else model.output_layer.weight).detach().clone()

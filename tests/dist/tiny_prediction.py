@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tiny_families
 import tiny_hf
+import tiny_vision
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -162,3 +163,70 @@ class Predicting:
             hidden = part.final_norm(hidden[0] if isinstance(hidden, tuple) else hidden)
             predicted.append(nn.functional.linear(hidden, stop(self.model.lm_head.weight))[0])
         return first, predicted
+
+
+class PredictingImages(Predicting):
+    """A Qwen3.5 with its tower; a prediction layer embeds features of images in place of their tokens, as the decoder does."""
+
+    @classmethod
+    def build(cls, family: str = "qwen3_5_vl") -> PredictingImages:
+        torch.manual_seed(11)
+        config = tiny_vision.CONFIGS["qwen3.5"]
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        tiny_hf.spread(model, 2.0)
+        text = model.model.language_model
+        parts = nn.ModuleList([_Parts(text.norm, config.text_config.hidden_size, config.text_config.rms_norm_eps)])
+        return cls("qwen3_5", model, parts, config.text_config.num_hidden_layers - 1)
+
+    def _rename(self, name: str) -> str:
+        return name.replace(f"model.language_model.layers.{self.num_layers}.", self._prefix(0))
+
+    def save(self, folder: Path) -> Path:
+        """Writes the folder as the family is published."""
+        self.model.save_pretrained(folder)
+        path = folder / "model.safetensors"
+        tensors = {self._rename(name): value for name, value in load_file(path).items()}
+        tensors |= {name: value.data.clone() for name, value in self.named_parameters().items() if name not in tensors}
+        save_file({name: value.contiguous() for name, value in tensors.items()}, path, {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        text = config["text_config"] | {"num_hidden_layers": self.num_layers, "mtp_num_hidden_layers": 1}
+        text["layer_types"] = text["layer_types"][: self.num_layers]
+        (folder / "config.json").write_text(json.dumps(config | {"text_config": text}))
+        return folder
+
+    def image_logits(
+        self, ids: Tensor, prompt: int, images: Sequence[tiny_vision.NoiseImage], *, detaches: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [length, vocabulary] of the model and of the prediction layer, for one row [length].
+
+        Args:
+            prompt: its tokens; one of an image after them is text that a model sampled.
+            detaches: as of `Predicting.logits`.
+        """
+
+        def stop(value: Tensor) -> Tensor:
+            return value.detach() if detaches else value
+
+        whole, text = self.model.model, self.model.model.language_model
+        is_image = (ids == tiny_vision.IMAGE) & (torch.arange(len(ids)) < prompt)
+        embedded, grids = text.embed_tokens(ids), torch.tensor([image.grid for image in images]) if images else None
+        if images:
+            features = whole.visual(torch.cat([image.read() for image in images]), grid_thw=grids).pooler_output
+            embedded = embedded.masked_scatter(is_image[:, None].expand_as(embedded), features)
+        positions, _ = whole.get_rope_index(ids[None], is_image[None].int(), image_grid_thw=grids)
+        layers, text.layers = text.layers, text.layers[: self.num_layers]
+        text.config.num_hidden_layers = self.num_layers
+        try:
+            hidden = text(inputs_embeds=embedded[None], position_ids=positions, use_cache=False).last_hidden_state
+        finally:
+            text.layers, text.config.num_hidden_layers = layers, self.num_layers + 1
+        first, hidden, (part,) = self.model.lm_head(hidden)[0], stop(hidden), self.parts
+        later = torch.cat([embedded[1:], text.embed_tokens(ids.new_zeros(1))])
+        length = len(ids)
+        predicted = text.layers[self.num_layers](
+            part.projection(torch.cat([part.embedding_norm(stop(later[None])), part.hidden_norm(hidden)], -1)),
+            attention_mask=torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None],
+            position_embeddings=text.rotary_emb(hidden, positions),
+        )
+        predicted = part.final_norm(predicted[0] if isinstance(predicted, tuple) else predicted)
+        return first, nn.functional.linear(predicted, stop(self.model.lm_head.weight))[0]

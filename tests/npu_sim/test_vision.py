@@ -17,6 +17,14 @@ def test_images_train_on_the_npu_as_on_the_cpu() -> None:
 
 
 @pytest.mark.slow
+def test_the_language_model_alone_trains_as_on_the_cpu() -> None:
+    text = {"model": "qwen3", "layout": {"language_model_only": True, "freeze_vit": True, "freeze_aligner": True}}
+    (expected,), (result,) = (run_ranks("vision", 1, {"mode": mode, **text}) for mode in ("cpu", "npu"))
+    for step, other in zip(result["steps"], expected["steps"], strict=True):
+        assert step == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen2.5", "qwen3"])
 def test_the_engine_of_the_npu_computes_with_images_and_videos_as_transformers_does(
     model: str, monkeypatch: pytest.MonkeyPatch

@@ -327,12 +327,17 @@ def _choose_sizes(kind: _Kind, model: str | None, rows: list[Row]) -> dict[str, 
     name, path = parse_hub_name(model), _find_model(model, "--model")
     try:
         config = read_json(path / "config.json")
-        hidden = int(config.get("hidden_size", 4096))
-    except (ValueError, AttributeError) as error:
+        # the sizes of a model of images are in a part
+        content = config | (config.get("text_config") or {})
+        hidden, longest = int(content.get("hidden_size", 4096)), int(content.get("max_position_embeddings", 1024))
+    except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"--model {model}: config.json is not a model's: {error}") from None
     is_small = hidden <= 1024
     lr = ("5.0e-5" if is_small else "1.0e-5") if supervised else ("2.0e-5" if is_small else "1.0e-6")
-    sizes = {"prompt": 256, "answer": 128, "length": 1024, "micro": 8, "iterations": 2 * kind.iterations, "cache": 2.0}
+    length = min(1024, longest)
+    prompt = min(256, length // 2)
+    sizes = {"prompt": prompt, "answer": min(128, length - prompt), "length": length, "micro": 8, "cache": 2.0}
+    sizes["iterations"] = 2 * kind.iterations
     by_module = "model_type" in config and not has_layers(config)
     # classes of transformers may keep weights in float32
     halves = "true" if computes_bfloat16() and not by_module else "false"

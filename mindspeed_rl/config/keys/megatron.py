@@ -426,6 +426,11 @@ class _VisionKeys:
         range=Range.POSITIVE, needs=("freeze_vit", (False,)), on_resume="schedule")
     aligner_lr: float | None = key(None, "learning rate of the projector; unset: as lr", "投影层的学习率；不设时同 lr",
         range=Range.POSITIVE, needs=("freeze_aligner", (False,)), on_resume="schedule")
+    language_model_only: bool = key(False,
+        "models with images: trainer and rollout engine leave out tower and projector, and rows have text only; "
+        "exported folders get both as published",
+        "图像模型：训练与 rollout 引擎都不构建视觉塔和投影层，数据只能是文本；导出的目录带有发布时的视觉塔和投影层",
+        on_resume="fixed")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from mindspeed_rl.config.keys.schema import Range, key
 # fmt: off
 _ROPE = ("position_embedding_type", ("rope",))
 _MLA = ("multi_latent_attention", (True,))
+_LINEAR = ("linear_attention_freq", "set")
 _LLAMA3, _YARN = ("rope_scaling_type", ("llama3",)), ("rope_scaling_type", ("yarn",))
 _EXPERTS = ("num_experts", "set")
 _PREDICTION = ("mtp_num_layers", "set")
@@ -56,6 +57,9 @@ class ModelKeys:
         "kind of position information", "位置信息的种类", on_resume="exact")
     rotary_base: int = key(10000, "base of the rotary frequencies", "旋转频率的底数", range=Bounds(1, 10**10), needs=_ROPE,
         on_resume="exact")
+    rotary_percent: float | None = key(None, "part of a head's width that rotates; all of it when unset",
+        "每个头中参与旋转的宽度比例；不设时为全部", range=Bounds(0, 1, excludes_low=True, default=0.25), needs=_ROPE,
+        on_resume="exact")
     rope_scaling_type: Literal["llama3", "yarn", "linear", "plm", "longrope"] | None = key(None,
         "stretching of rotary frequencies for long sequences", "长序列时旋转频率如何拉伸", needs=_ROPE, on_resume="exact")
     rope_scaling_factor: float = key(1.0, "stretch factor", "拉伸倍数", range=Range.FACTOR, needs=_ROPE,
@@ -88,6 +92,21 @@ class ModelKeys:
     qk_pos_emb_head_dim: int | None = key(None, "MLA: head width of the rotary part", "MLA：旋转部分的头宽", range=Range.WIDTH,
         needs=_MLA, on_resume="fixed")
     v_head_dim: int | None = key(None, "MLA: width of a value head", "MLA：value 头的宽度", range=Range.WIDTH, needs=_MLA,
+        on_resume="fixed")
+
+    linear_attention_freq: int | None = key(None,
+        "hybrid models (Qwen3-Next, Qwen3.5): every so many-th layer has full attention, the others gated delta nets",
+        "混合模型（Qwen3-Next、Qwen3.5）：每隔多少层有一层全注意力，其余为 gated delta net", range=Bounds(2, 10**4),
+        on_resume="fixed")
+    linear_conv_kernel_dim: int = key(4, "delta nets: tokens that the convolution sees", "delta net：卷积覆盖的 token 数",
+        range=Bounds(1, 10**4), needs=_LINEAR, on_resume="fixed")
+    linear_key_head_dim: int = key(128, "delta nets: width of a query or key head", "delta net：query、key 头的宽度",
+        range=Range.WIDTH, needs=_LINEAR, on_resume="fixed")
+    linear_value_head_dim: int = key(128, "delta nets: width of a value head", "delta net：value 头的宽度", range=Range.WIDTH,
+        needs=_LINEAR, on_resume="fixed")
+    linear_num_key_heads: int = key(16, "delta nets: query and key heads", "delta net：query、key 头数", range=Range.WIDTH,
+        needs=_LINEAR, on_resume="fixed")
+    linear_num_value_heads: int = key(32, "delta nets: value heads", "delta net：value 头数", range=Range.WIDTH, needs=_LINEAR,
         on_resume="fixed")
 
     num_experts: int | None = key(None, "experts of a MoE layer; dense when unset", "MoE 层的专家数；不设为稠密模型",

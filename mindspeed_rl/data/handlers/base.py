@@ -57,6 +57,10 @@ _CONVERSATION_COLUMNS = {
 _WEIGHT_COLUMNS = ("loss_weight", "loss_scale", "sample_weight")
 
 
+#: hint of an error
+_IMAGE_READERS = "instruction data, pairs, prompts and documents of ImageTextPretrainHandler may"
+
+
 @dataclass(frozen=True)
 class HandlerSettings:
     """Settings of a handler, named as on the command line."""
@@ -368,7 +372,7 @@ class Handler(ABC):
                 if self._refused_images is not None and isinstance(plain, Mapping):
                     if self._refused_images.take(plain, list(plain))[1]:
                         kind = type(self).__name__
-                        raise MalformedRowError(f"has images, which {kind} does not read; instruction data and prompts may")
+                        raise MalformedRowError(f"has images, which {kind} does not read; {_IMAGE_READERS}")
                 draft = self.render(row)
                 drafts.append((number, (*draft.earlier, draft)))
             except MalformedRowError as error:

@@ -1,4 +1,4 @@
-"""Pretraining text: whole documents, each one array per text column."""
+"""Pretraining: whole documents, each one array per text column; documents with images have the columns of samples."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
+from mindspeed_rl.data.conversation import Conversation, DroppedRowError, DropReason, MalformedRowError, Row, user
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerSettings, join_lines
+from mindspeed_rl.data.images import build_image_columns
+from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.templates import Rendering, Turn
 
 
@@ -77,6 +79,54 @@ class GeneralPretrainHandler(DocumentHandler):
                 raise MalformedRowError(f"column {name!r} must be text, not {type(row[name]).__name__}")
             texts.append(row[name])
         return texts
+
+
+class ImageTextPretrainHandler(DocumentHandler):
+    """Documents of text with `<image>` and `<video>`: every token of their text trains, and none of an image or a video.
+
+    A document is a row of its own: one with images that is longer than seq_length is left out, one of text is cut.
+    """
+
+    packed = True
+    can_read_images = True
+    default_map: ClassVar = {"text": "text", "images": "images", "videos": "videos"}
+
+    def __init__(self, settings: HandlerSettings) -> None:
+        Handler.__init__(self, settings)
+        if self.images is None:
+            raise ValueError("ImageTextPretrainHandler needs a model that reads images; GeneralPretrainHandler reads text")
+
+    def render(self, row: Row) -> Draft:
+        row, references = self.take_images(row)
+        document = self.place_images(Conversation([user(self.text_column(row, "text", required=True))]), references)
+        (text,) = document.messages[0].contents
+        if not text:
+            raise DroppedRowError(DropReason.EMPTY_TEXT)
+        return Draft((Rendering((Turn((text,), ()),)),), images=document.images)
+
+    def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
+        assert self.images is not None and self.images.rules is not None
+        rules, ids = self.images.rules, encoded[0][0][0]
+        frame = {*rules.frame, rules.token_id} | (set() if rules.video is None else {rules.video.token_id})
+        # a turn for each token shows which tokens take its place
+        turns, images = self.expand_images(draft, [([token], []) for token in ids])
+        tokens = [token for turn, _ in turns for token in turn]
+        labels = [IGNORE_INDEX if one in frame else token for one, (turn, _) in zip(ids, turns) for token in turn]
+        if self.settings.append_eod and tokens[-1:] != [self.encoder.eos_id]:
+            tokens.append(self.encoder.eos_id)
+            labels.append(self.encoder.eos_id)
+        limit = self.settings.seq_length or len(tokens)
+        if images and len(tokens) > limit:
+            raise DroppedRowError(DropReason.TOO_LONG)
+        columns: dict[str, np.ndarray] = {
+            "input_ids": np.array(tokens[:limit], np.int32),
+            "attention_mask": np.ones(min(limit, len(tokens)), np.int32),
+            "labels": np.array(labels[:limit], np.int32),
+        }
+        return EncodedRow(columns | build_image_columns(images), truncated=len(tokens) > limit)
+
+    def count_tokens(self, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        return Handler.count_tokens(self, columns)
 
 
 class SingleTextHandler(DocumentHandler):

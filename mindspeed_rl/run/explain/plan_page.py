@@ -63,6 +63,7 @@ def explain(run: Run) -> Report:
             "config_dir": cfg.config_dir,
             "stage": cfg.stage,
             "model": cfg.actor_config.model,
+            "language_model_only": cfg.actor_config.language_model_only,
             "platform": cfg.platform,
         },
         "batch": {} if sizes is None else batch_table(sizes, cfg.actor_config.train_iters),
@@ -133,6 +134,7 @@ def render(report: Report) -> str:
     if run:
         model = f"model {run['model']}, " if run["model"] else ""  # without a model block it is the one of `load`
         kind = "server" if report["server"] else f"stage {run['stage']}"
+        model += "without its vision tower, " if run["language_model_only"] else ""
         parts.append(f"{run['config_name']}: {kind}, {model}platform {run['platform']}")
     for key, (title, show) in _SECTIONS.items():
         if report[key]:

@@ -73,9 +73,13 @@ def _packing(run: Run) -> Iterator[Broken]:
         text = "[neat_pack:name] needs [pack:last] and [reset_attention_mask:last]"
         yield violate("neat_pack", text, None, {"pack": True, "reset_attention_mask": True})
     metadata = cfg.model_metadata.get("actor_config")
-    if rl is not None and rl.is_multimodal and metadata is not None and not metadata.reads_images:
-        text = f"[is_multimodal:name] is true, but {metadata.folder} is a model of text"
+    if rl is not None and rl.is_multimodal and metadata is not None and not cfg.reads_images:
+        kind = "read without its tower (language_model_only)" if metadata.reads_images else "a model of text"
+        text = f"[is_multimodal:name] is true, but {metadata.folder} is {kind}"
         yield violate("model_of_images", text, {"is_multimodal": False})
+    if actor.language_model_only and metadata is not None and not metadata.reads_images:
+        text = f"[language_model_only:name] is true, but {metadata.folder} has no vision tower to leave out"
+        yield violate("language_model_only", text, {"language_model_only": False})
     if rl is not None and rl.use_remove_padding and rl.use_prefix_grouper and actor.has_ring_attention:
         yield violate(
             "prefixes_are_whole",

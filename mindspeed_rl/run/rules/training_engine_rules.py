@@ -96,6 +96,7 @@ _FSDP = _EngineLimits(
         **_same("stream_ref_weights", (False,), "a reference has a part of every weight on each device"),
         **_same("async_save", (False,), "it writes checkpoints before training continues"),
         **_same("check_weight_copies_interval", (0,), "it does not compare the copies of a weight"),
+        **_same("language_model_only", (False,), "it has all of transformers' model; freeze_vit keeps the tower"),
         **_same("mtp_num_layers", (0,), "it trains no multi-token-prediction layers"),
         **_same("dsa_indexer_loss_coeff", (0.0,), "it trains no indexers"),
         **_same("attention_dropout hidden_dropout", (0.0,), "its only dropout is that of adapters"),

@@ -1,5 +1,10 @@
 """The supervised stages, each with its data and its loss; a stage is one class and one line here."""
 
+from __future__ import annotations
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.data.indexed import list_packed_columns
+
 #: megatron_training.stage -> module:class
 STAGES = {
     "pretrain": "mindspeed_rl.workers.stages.pretraining:Pretraining",
@@ -12,3 +17,12 @@ STAGES = {
     "orm": "mindspeed_rl.workers.stages.reward_model:OutcomeReward",
     "prm": "mindspeed_rl.workers.stages.reward_model:ProcessReward",
 }
+#: stage pretrain of documents with images, which are rows of their own
+_DOCUMENTS = "mindspeed_rl.workers.stages.instruction:Documents"
+
+
+def choose_stage(config: MegatronConfig) -> str:
+    """Return module:class of the stage that a run file names, for its prepared data."""
+    assert config.stage is not None  # a run file that trains without rollouts names one
+    has_rows = isinstance(config.data_path, str) and list_packed_columns(config.data_path)
+    return _DOCUMENTS if config.stage == "pretrain" and has_rows else STAGES[config.stage]

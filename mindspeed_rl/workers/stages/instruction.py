@@ -118,6 +118,12 @@ class Instruction(Stage[InstructionSample]):
         return replace(rows, group_sizes=group_sizes, images=images or None)
 
 
+class Documents(Instruction):
+    """Stage pretrain of documents with images: the loss is that of every token of their text."""
+
+    unit = "documents"
+
+
 def _compute_divergence(student: torch.Tensor, teacher: torch.Tensor, *, kind: str, rest: str) -> tuple[torch.Tensor, ...]:
     """Return the divergence [n], and the probability of the stored tokens under student and teacher."""
     masses = [values.detach().exp().sum(-1) for values in (student, teacher)]

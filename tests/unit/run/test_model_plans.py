@@ -72,7 +72,7 @@ def test_every_role_can_be_planned(path: Path, model: str, tmp_path: Path) -> No
         assert (
             plan.model_config.num_layers == said["num_hidden_layers"] and plan.model_config.norm_epsilon == said["rms_norm_eps"]
         )
-        assert plan.model_config.rotary_base == said["rope_theta"]
+        assert plan.model_config.rotary_base == said.get("rope_theta", said.get("rope_parameters", {}).get("rope_theta"))
         config = plan_transformer_config(planned.config, plan)
         assert config.num_moe_experts == said.get("num_experts", said.get("n_routed_experts"))
         assert config.layernorm_epsilon == said["rms_norm_eps"] and config.hidden_dropout == config.attention_dropout == 0.0

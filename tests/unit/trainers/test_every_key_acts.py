@@ -67,6 +67,7 @@ BASES: list[tuple[str, Tree]] = [
         base({"num_layers": 61, "num_experts": 256, "multi_latent_attention": True}, pipeline_model_parallel_size=1),
     ),
     ("Llama-3.2-1B", base({"num_layers": 16})),
+    ("Qwen3.5-9B", base({"num_layers": 32, "linear_attention_freq": 4})),
 ]
 
 GROUPS: dict[type, tuple[str, ...]] = {
@@ -137,7 +138,7 @@ ELSEWHERE: dict[str, str] = {
     "engine/train_engine.py": "loss_chunk_size loss_vocab_chunk_size no_check_for_nan_in_loss_and_grad",
     "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
-    "models/plan.py": "freeze_vit freeze_aligner "
+    "models/plan.py": "freeze_vit freeze_aligner language_model_only "
     "padded_vocab_size moe_aux_loss_coeff moe_z_loss_coeff seq_aux moe_router_load_balancing_type "
     "mtp_num_layers",
     "observability/trackers.py": "wandb_project wandb_exp_name wandb_save_dir "

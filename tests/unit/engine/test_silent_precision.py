@@ -1,0 +1,66 @@
+"""Three faults of precision that change a model silently, in bfloat16: the gate of experts, their bias, the length of rope."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from megatron.core.transformer.moe.router import TopKRouter
+from test_engine_router_bias import DEEPSEEK3
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine import parallel
+from mindspeed_rl.engine.build import build_model
+from mindspeed_rl.models.hf_module import build_module, cast_parameters, read_hf_config
+from mindspeed_rl.models.plan import plan_model
+
+ROPE = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN = {**DEEPSEEK3, "max_position_embeddings": 1024, "rope_scaling": {**ROPE, "original_max_position_embeddings": 64}}
+
+
+def build(folder: Path, content: dict[str, Any], **keys: Any) -> torch.nn.Module:
+    """A bfloat16 model of Megatron's layers."""
+    (folder / "config.json").write_text(json.dumps(content))
+    config = MegatronConfig(bf16=True, **keys)
+    parallel._seed_all(1)
+    (model,) = build_model(config, plan_model(config, folder), trainable=False).models
+    return model
+
+
+def test_the_gate_of_a_bfloat16_model_is_computed_in_float32(training_world: None, tmp_path: Path) -> None:
+    (router,) = [part for part in build(tmp_path, DEEPSEEK3).modules() if isinstance(part, TopKRouter)]
+    hidden = torch.randn(64, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+    exact = hidden.double() @ router.weight.detach().double().t()
+    with torch.no_grad():
+        logits = router.gating(hidden)
+    assert logits.dtype == torch.float32 and router.weight.dtype == torch.bfloat16
+    assert float((logits - exact).abs().max()) < 1e-5 * float(exact.abs().max())
+    rounded = hidden @ router.weight.detach().t()  # what a product in bfloat16 would choose experts by
+    assert float((rounded - exact).abs().max()) > 1e-3 * float(exact.abs().max())
+
+
+def test_the_bias_of_a_bfloat16_module_stays_in_float32(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK3))
+    with torch.device("meta"):
+        module = build_module(read_hf_config(tmp_path, "engine: fsdp"))
+    cast_parameters(module, torch.bfloat16)
+    (bias,) = [value for name, value in module.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert bias.dtype == torch.float32 and module.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_angles_do_not_depend_on_the_length_of_a_run_and_are_not_rounded(training_world: None, tmp_path: Path) -> None:
+    published = transformers.DeepseekV3Config(**{key: value for key, value in YARN.items() if key != "architectures"})
+    theirs = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3RotaryEmbedding(published)
+    positions = torch.arange(1000)
+    angles = positions[:, None].double() * theirs.inv_freq.double()
+    for length in (32, 64, 512):  # below, at and above the length of pretraining
+        model = build(tmp_path, YARN, seq_length=length)
+        rotary = model.decoder.layers[0].self_attention.rotary_pos_emb
+        ours, _ = rotary(1000)
+        half = ours.reshape(1000, -1)[:, : angles.shape[1]]
+        assert ours.dtype == torch.float32
+        np.testing.assert_allclose(half.double().cos().numpy(), angles.cos().numpy(), atol=2e-4)
