@@ -7,6 +7,7 @@ fields, and a prompt may be a plain mapping in all of them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import inspect
@@ -67,6 +68,27 @@ def _with_seeds(engine: type[Any]) -> type[Any]:
             return super().generate(prompt, sampling_params, *others, **keywords)
 
     return SeededEngine
+
+
+async def call_workers(llm: Any, method: str, *arguments: object) -> list[Any]:
+    """Return the result of a method of each worker, of every engine that shares the experts of the model.
+
+    vLLM's own call returns those of the first engine.
+    """
+    if llm.vllm_config.parallel_config.data_parallel_size == 1:
+        return list(await llm.collective_rpc(method, args=arguments))
+    core = llm.engine_core
+    calls = [
+        core._call_utility_async("collective_rpc", method, None, arguments, None, engine=engine) for engine in core.core_engines
+    ]
+    return [result for results in await asyncio.gather(*calls) for result in results]
+
+
+def find_worker_index(worker: Any) -> int:
+    """Return the index of a worker among those of all engines that share the experts of the model."""
+    parallel = worker.vllm_config.parallel_config
+    # the rank says which engine it is only where the model has experts
+    return getattr(parallel, "data_parallel_index", parallel.data_parallel_rank) * parallel.world_size + worker.rank
 
 
 async def pause(llm: Any, mode: Literal["wait", "keep", "abort"]) -> None:

@@ -134,21 +134,21 @@ class AsyncEngine:
 
     async def join(self, rendezvous: str, first_rank: int) -> None:
         """Make the engine's workers members of a new group; see `EngineExtension.weights_join`."""
-        await self.llm.collective_rpc("weights_join", args=(rendezvous, first_rank))
+        await vllm_async.call_workers(self.llm, "weights_join", rendezvous, first_rank)
         self._remove_sockets()
 
     async def leave(self) -> None:
         """Remove the engine's workers from their group."""
-        await self.llm.collective_rpc("weights_leave")
+        await vllm_async.call_workers(self.llm, "weights_leave")
 
     async def receive(self, version: int) -> list[str]:
         """Receive the weights from the group's trainers while the engine is paused; return a report of each worker as JSON."""
-        reports = await self.llm.collective_rpc("weights_receive")
+        reports = await vllm_async.call_workers(self.llm, "weights_receive")
         await vllm_async.reset_prefix_cache(self.llm)
         if self._image_rules is not None:
             await self.llm.reset_encoder_cache()
         self.version = version
-        return list(reports)
+        return reports
 
     async def check(self) -> None:
         """Raise vLLM's error when the engine's processes are dead."""
@@ -180,12 +180,16 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
     os.environ[OWNER_VARIABLE] = f"{os.getpid()} {psutil.Process().create_time()}"
     os.environ[PLATFORM_VARIABLE] = settings.platform
     generate, hooks = settings.generate, adaptors.engine_hooks()
+    layout = RolloutLayout.from_server(generate)
     changes: EngineArguments = {
         "distributed_executor_backend": "mp" if generate.infer_tensor_parallel_size > 1 else "uni",
         "worker_extension_cls": f"{EngineExtension.__module__}.{EngineExtension.__name__}",
         # on dedicated devices memory is not offloaded
         "enable_sleep_mode": settings.sleeps and hooks.sleeps,
     }
+    if layout.sharing > 1:
+        # one engine process each: they take requests of their own and compute the layers of experts together
+        changes |= {"data_parallel_size": layout.sharing, "data_parallel_backend": "mp"}
     if settings.with_tokenizer:
         changes["skip_tokenizer_init"] = False
     if settings.tokenizer is not None:
@@ -198,7 +202,7 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
             settings.hf_folder,
             generate,
             hooks,
-            RolloutLayout.from_config(generate, generate.infer_tensor_parallel_size),
+            layout,
             kv_bytes_per_token=read_kv_bytes(settings.hf_folder, generate.cache_itemsize),
             changes=changes,
             image_rules=rules,
