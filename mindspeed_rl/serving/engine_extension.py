@@ -121,9 +121,10 @@ class EngineExtension:
             proof = push.compare(model, hooks.unpack(model))
             unless_received.pop_all()
         differing = list(proof.differing.get(self._weights_replica, ()))
-        report = DeliveryReport(
-            proof.num_parameters, differing, push.received_bytes, push.needed_bytes, list(vllm_drafts.counts.take())
-        )
+        drafts = vllm_drafts.counts.take()
+        if self.rank:  # the workers of an engine sample the same tokens
+            drafts = (0, 0, 0)
+        report = DeliveryReport(proof.num_parameters, differing, push.received_bytes, push.needed_bytes, list(drafts))
         return report.to_json()
 
     def _read_destinations(self, served: ServedModel) -> Destinations:
