@@ -12,12 +12,15 @@ import contextlib
 import importlib
 import inspect
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psutil
 
+_Result = TypeVar("_Result")
+#: seconds between two checks that an engine is alive which has not replied
+_CHECK_S = 0.5
 #: how names of memory that an engine's processes share begin: of the CPU's communicator, and of message queues
 COMMUNICATOR, QUEUES = "vllm_dist", "psm_"
 
@@ -70,17 +73,35 @@ def _with_seeds(engine: type[Any]) -> type[Any]:
     return SeededEngine
 
 
+async def finish_or_fail(llm: Any, call: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of a call to an engine, whose process may die before it replies: vLLM then leaves the call waiting.
+
+    Raises:
+        Exception: vLLM's own; the engine is dead.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait({task}, timeout=_CHECK_S))[0]:
+            if llm.errored:
+                raise llm.dead_error
+        return task.result()
+    finally:
+        task.cancel()
+
+
 async def call_workers(llm: Any, method: str, *arguments: object) -> list[Any]:
     """Return the result of a method of each worker, of every engine that shares the experts of the model.
 
     vLLM's own call returns those of the first engine.
     """
     if llm.vllm_config.parallel_config.data_parallel_size == 1:
-        return list(await llm.collective_rpc(method, args=arguments))
+        return list(await finish_or_fail(llm, llm.collective_rpc(method, args=arguments)))
     core = llm.engine_core
-    calls = [
-        core._call_utility_async("collective_rpc", method, None, arguments, None, engine=engine) for engine in core.core_engines
-    ]
+
+    async def call_engine(engine: object) -> list[Any]:
+        return await core._call_utility_async("collective_rpc", method, None, arguments, None, engine=engine)
+
+    calls = [finish_or_fail(llm, call_engine(engine)) for engine in core.core_engines]
     return [result for results in await asyncio.gather(*calls) for result in results]
 
 

@@ -116,21 +116,22 @@ class AsyncEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause the engine; see `RolloutEngine.pause`."""
-        await vllm_async.pause(self.llm, mode)
+        await vllm_async.finish_or_fail(self.llm, vllm_async.pause(self.llm, mode))
 
     async def resume(self) -> None:
         """Resume the engine; see `RolloutEngine.resume`."""
-        await vllm_async.resume(self.llm)
+        await vllm_async.finish_or_fail(self.llm, vllm_async.resume(self.llm))
 
     async def sleep(self) -> None:
         """Offload the weights to host memory and free the KV cache, where the engine was built to sleep; nothing is running."""
         if self.llm.vllm_config.model_config.enable_sleep_mode:
-            await self.llm.sleep(level=1)
+            await vllm_async.finish_or_fail(self.llm, self.llm.sleep(level=1))
 
     async def wake(self, part: WakePart | None = None) -> None:
         """Load what `sleep` has offloaded onto the device again: the weights, then the cache, or both at once."""
         if self.llm.vllm_config.model_config.enable_sleep_mode:
-            await self.llm.wake_up(tags=None if part is None else [_WAKE_TAGS[part]])
+            tags = None if part is None else [_WAKE_TAGS[part]]
+            await vllm_async.finish_or_fail(self.llm, self.llm.wake_up(tags=tags))
 
     async def join(self, rendezvous: str, first_rank: int) -> None:
         """Make the engine's workers members of a new group; see `EngineExtension.weights_join`."""
@@ -144,7 +145,7 @@ class AsyncEngine:
     async def receive(self, version: int) -> list[str]:
         """Receive the weights from the group's trainers while the engine is paused; return a report of each worker as JSON."""
         reports = await vllm_async.call_workers(self.llm, "weights_receive")
-        await vllm_async.reset_prefix_cache(self.llm)
+        await vllm_async.finish_or_fail(self.llm, vllm_async.reset_prefix_cache(self.llm))
         if self._image_rules is not None:
             await self.llm.reset_encoder_cache()
         self.version = version
