@@ -11,10 +11,13 @@ import asyncio
 import contextlib
 import importlib
 import inspect
+import os
 import secrets
+import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import psutil
 
@@ -39,8 +42,34 @@ def build_async_engine(arguments: Mapping[str, Any]) -> Any:
 
     known = inspect.signature(AsyncEngineArgs).parameters
     extra: dict[str, Any] = {"enable_log_requests": False} if "enable_log_requests" in known else {}
+    if arguments.get("data_parallel_size", 1) > 1:
+        from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+        process, target = cast("Any", DPCoordinatorProc), cast("Any", run_coordinator)
+        if process.run_coordinator is not target:
+            target.__wrapped__ = process.run_coordinator
+            process.run_coordinator = staticmethod(target)
     engine = AsyncLLM if arguments.get("tensor_parallel_size", 1) == 1 else _with_seeds(AsyncLLM)
     return engine.from_engine_args(AsyncEngineArgs(**arguments, **extra))
+
+
+def run_coordinator(*arguments: object, **keywords: object) -> None:
+    """Run vLLM's process between the engines of a server, which else outlives a server that is killed.
+
+    It is the target of that process, so it has to be found by its name.
+    """
+    parent = os.getppid()
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)  # sys.exit would end only this thread
+
+    threading.Thread(target=end_with_parent, name="owner-watch", daemon=True).start()
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    run: Any = DPCoordinatorProc.run_coordinator  # patched where this process was forked
+    getattr(run, "__wrapped__", run)(*arguments, **keywords)
 
 
 def unlink_segments(prefix: str) -> None:
