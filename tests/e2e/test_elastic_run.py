@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_move_loses_no_sample(task: 
         assert command.wait(600) == 0, command.output[-4000:]
         text = log.read_text() + command.output
         if killed == "engine":
-            assert text.count("elastic server 0 was taken out") == 1 and "the run resumes after" not in text
+            assert log.read_text().count("elastic server 0 was taken out") == 1 and "the run resumes after" not in text
             assert "elastic server 0 is restarted (2 restarts left)" in text
         else:
             assert "the run resumes after iteration 1 (2 restarts left)" in text
