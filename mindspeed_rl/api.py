@@ -321,7 +321,8 @@ def run_to_end(run: Run, observer: EndingObserver) -> Result:
         recovery = recovery_class(resolved)
         try:
             for attempt in recovery.attempts():
-                with recovery.retry_on_fault(), launch(attempt, predict, [observer]) as trainer:
+                with recovery.retry_on_fault(), launch(attempt, predict, [observer, *recovery.observers]) as trainer:
+                    recovery.follow(trainer.termination)
                     observer.end = lambda termination=trainer.termination: setattr(termination, "requested", True)
                     observer.on_loop(trainer.train_iters)
                     trainer.fit()

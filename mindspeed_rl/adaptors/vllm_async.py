@@ -7,16 +7,23 @@ fields, and a prompt may be a plain mapping in all of them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import inspect
+import os
 import secrets
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import psutil
 
+_Result = TypeVar("_Result")
+#: seconds between two checks that an engine is alive which has not replied
+_CHECK_S = 0.5
 #: how names of memory that an engine's processes share begin: of the CPU's communicator, and of message queues
 COMMUNICATOR, QUEUES = "vllm_dist", "psm_"
 
@@ -35,8 +42,34 @@ def build_async_engine(arguments: Mapping[str, Any]) -> Any:
 
     known = inspect.signature(AsyncEngineArgs).parameters
     extra: dict[str, Any] = {"enable_log_requests": False} if "enable_log_requests" in known else {}
+    if arguments.get("data_parallel_size", 1) > 1:
+        from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+        process, target = cast("Any", DPCoordinatorProc), cast("Any", run_coordinator)
+        if process.run_coordinator is not target:
+            target.__wrapped__ = process.run_coordinator
+            process.run_coordinator = staticmethod(target)
     engine = AsyncLLM if arguments.get("tensor_parallel_size", 1) == 1 else _with_seeds(AsyncLLM)
     return engine.from_engine_args(AsyncEngineArgs(**arguments, **extra))
+
+
+def run_coordinator(*arguments: object, **keywords: object) -> None:
+    """Run vLLM's process between the engines of a server, which else outlives a server that is killed.
+
+    It is the target of that process, so it has to be found by its name.
+    """
+    parent = os.getppid()
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)  # sys.exit would end only this thread
+
+    threading.Thread(target=end_with_parent, name="owner-watch", daemon=True).start()
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    run: Any = DPCoordinatorProc.run_coordinator  # patched where this process was forked
+    getattr(run, "__wrapped__", run)(*arguments, **keywords)
 
 
 def unlink_segments(prefix: str) -> None:
@@ -67,6 +100,45 @@ def _with_seeds(engine: type[Any]) -> type[Any]:
             return super().generate(prompt, sampling_params, *others, **keywords)
 
     return SeededEngine
+
+
+async def finish_or_fail(llm: Any, call: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of a call to an engine, whose process may die before it replies: vLLM then leaves the call waiting.
+
+    Raises:
+        Exception: vLLM's own; the engine is dead.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait({task}, timeout=_CHECK_S))[0]:
+            if llm.errored:
+                raise llm.dead_error
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def call_workers(llm: Any, method: str, *arguments: object) -> list[Any]:
+    """Return the result of a method of each worker, of every engine that shares the experts of the model.
+
+    vLLM's own call returns those of the first engine.
+    """
+    if llm.vllm_config.parallel_config.data_parallel_size == 1:
+        return list(await finish_or_fail(llm, llm.collective_rpc(method, args=arguments)))
+    core = llm.engine_core
+
+    async def call_engine(engine: object) -> list[Any]:
+        return await core._call_utility_async("collective_rpc", method, None, arguments, None, engine=engine)
+
+    calls = [finish_or_fail(llm, call_engine(engine)) for engine in core.core_engines]
+    return [result for results in await asyncio.gather(*calls) for result in results]
+
+
+def find_worker_index(worker: Any) -> int:
+    """Return the index of a worker among those of all engines that share the experts of the model."""
+    parallel = worker.vllm_config.parallel_config
+    # the rank says which engine it is only where the model has experts
+    return getattr(parallel, "data_parallel_index", parallel.data_parallel_rank) * parallel.world_size + worker.rank
 
 
 async def pause(llm: Any, mode: Literal["wait", "keep", "abort"]) -> None:

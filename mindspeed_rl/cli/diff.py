@@ -25,6 +25,7 @@ _COLOCATED = (
     "rl_config.trainer_mode=sync",
     "rl_config.async_generate=null",
     "rl_config.elastic_rollout=false",
+    "rl_config.elastic_training_devices=0",
     "rl_config.spare_samples_per_prompt=0",
     "generate_config.vllm_server_host=null",
 )

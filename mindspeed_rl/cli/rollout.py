@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -59,7 +59,7 @@ def make_parser() -> Parser:
         "--data-parallel-size",
         *("--vllm-data-parallel-size", "--vllm_data_parallel_size"),
         type=int,
-        help="1: a server is one replica; start a server for each further one",
+        help="engines that share the experts of the model (infer_expert_parallel_size); 1 for other models",
     )
     add(
         "--max-model-len", "--vllm-max-model-len", "--vllm_max_model_len", type=int, help="longest prompt + response, in tokens"
@@ -99,28 +99,33 @@ def main(argv: list[str]) -> int:
         listening.close()
 
 
-def _check_replicas(sharing: int, copies: int, arguments: Mapping[str, object]) -> None:
-    """Check that the server is one replica of the model.
+def _check_replicas(generate: GenerateConfig, copies: int | None) -> GenerateConfig:
+    """Return the keys with as many engines as the command line has, which share the experts of one replica.
 
     Args:
-        sharing: replicas that share experts, by the run file.
-        copies: replicas by the command line.
-        arguments: `engine_kwargs` of the run file.
+        generate: keys of the run file.
+        copies: engines by the command line.
 
     Raises:
-        ValueError: vLLM would make several replicas in the server; names the key.
+        ValueError: the engines of the server would share nothing, and be several replicas; names the key.
     """
+    shares, arguments = generate.enable_expert_parallel, generate.engine_kwargs or {}
     reason = (
-        "a server is one replica, of --tensor-parallel-size devices. Of several replicas vLLM returns only the first one's "
-        "results of a call, so that a weight sync would have no report of the others; start a server for each, with devices "
-        "and a port of its own, and name all of them in generate_config.vllm_server_host: requests are balanced over them"
+        "a server is one replica. Engines that share no experts (generate_config.enable_expert_parallel) are several: start a "
+        "server for each, with devices and a port of its own, and name all of them in generate_config.vllm_server_host: "
+        "requests are balanced over them, and the responses are the same"
     )
-    if copies != 1:
+    if copies is not None and copies < 1:
+        raise ValueError(f"--data-parallel-size {copies} must be above 0")
+    if copies is not None and copies > 1 and not shares:
         raise ValueError(f"--data-parallel-size {copies}: {reason}")
-    if sharing != 1:
-        raise ValueError(f"generate_config.infer_expert_parallel_size ({sharing}) must be 1 for a server: {reason}")
+    sharing = generate.infer_expert_parallel_size if copies is None else copies
+    if sharing > 1 and not shares:
+        raise ValueError(f"generate_config.infer_expert_parallel_size ({sharing}): {reason}")
     if names := sorted(name for name in arguments if name.startswith("data_parallel")):
-        raise ValueError(f"generate_config.engine_kwargs.{names[0]} ({arguments[names[0]]}) cannot be set: {reason}")
+        key = f"generate_config.engine_kwargs.{names[0]} ({arguments[names[0]]})"
+        raise ValueError(f"{key} cannot be set, infer_expert_parallel_size says how many engines share experts: {reason}")
+    return replace(generate, infer_expert_parallel_size=sharing)
 
 
 def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Shared]:
@@ -151,8 +156,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
             if not isinstance(value, str) and value <= 0:
                 raise ValueError(f"--{name.removeprefix('infer_').replace('_', '-')} {value} must be above 0")
     generate = replace(generate, **{name: value for name, value in given.items() if value is not None})
-    copies = 1 if args.data_parallel_size is None else args.data_parallel_size
-    _check_replicas(generate.infer_expert_parallel_size, copies, generate.engine_kwargs or {})
+    generate = _check_replicas(generate, args.data_parallel_size)
     if args.speculative_config is not None:
         generate = replace(generate, speculative_config=_read_drafts(args.speculative_config))
     return generate, folder.expanduser().resolve(), shared

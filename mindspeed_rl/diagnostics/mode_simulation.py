@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from mindspeed_rl.trainers.admission import Admission, InFlight, QueueMarks
+from mindspeed_rl.trainers.admission import Admission, Hysteresis, InFlight, QueueMarks
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,18 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class Moving:
-    """Devices that move between trainers and engines before an iteration, an eighth of all at a time.
+    """Devices of the engines that train while the engines are ahead; see `rl_config.elastic_training_devices`.
 
     Attributes:
-        low: they move to the engines where fewer than this share of the iteration's prompts are complete.
-        high: they move to the trainers where at least this share of them is.
-        move_s: seconds in which all devices wait for a move: processes end and start, and get weights.
+        fraction: of all devices.
+        high, wait, patience: see `Hysteresis`.
+        move_s: seconds of a move, in which nothing is generated or trained: a save, and the start of all processes.
     """
 
-    low: float
+    fraction: float
     high: float
+    wait: float
+    patience: int
     move_s: float
 
 
@@ -101,7 +103,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Means of the iterations after the first three.
+    """Means of the iterations after the first three; moves cost time.
 
     Attributes:
         iteration_s: seconds an iteration.
@@ -109,7 +111,6 @@ class Outcome:
         staleness: mean age of the responses that trained, in versions, by their first token.
         aborted: fraction of the generated tokens that were aborted.
         moves: moves of devices in all iterations.
-        reversals: share of the moves that take the one before them back.
         helped: share of the iterations in which the trainers' devices generated.
     """
 
@@ -119,7 +120,6 @@ class Outcome:
     staleness: float
     aborted: float = 0.0
     moves: int = 0
-    reversals: float = 0.0
     helped: float = 0.0
 
 
@@ -153,6 +153,8 @@ class _Group:
 #: spread of the logarithm of lengths
 _SIGMA = 0.8
 _WARM, _ITERATIONS = 3, 10
+#: iterations of runs whose devices move
+_MOVING_ITERATIONS = 60
 
 
 class _Engine:
@@ -259,7 +261,9 @@ def _fit_scale(times: PhaseTimes, seed: int) -> float:
     return times.generate_s / (total / rounds)
 
 
-def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = False) -> Outcome:
+def simulate(
+    times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = False, iterations: int | None = None
+) -> Outcome:
     """Return the outcome of a mode.
 
     Args:
@@ -267,25 +271,26 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
         mode: the mode.
         seed: seed of the lengths.
         by_prompt: the responses to a prompt have similar lengths.
+        iterations: number of iterations that are counted.
     """
     batch, admission, moving = times.prompts * times.samples, mode.admission, mode.moving
-    fixed, fraction, directions = _fit_scale(times, seed), mode.device_fraction, list[int]()
+    fixed, fraction, moves = _fit_scale(times, seed), mode.device_fraction, 0
+    marks = None if moving is None else Hysteresis(moving.high, moving.wait, moving.patience)
     engine = _Engine(fixed, fixed / batch / mode.device_fraction, mode.places * batch, predicts=mode.first_samples)
 
     def move() -> None:
         """Move devices to the side that the other one waits for."""
-        nonlocal now, fraction
+        nonlocal now, fraction, moves
         # nothing is complete before the first iteration
-        if moving is None or not taken:
+        if moving is None or marks is None or not taken:
             return
-        level = len(complete) / times.prompts
-        direction = 1 if level < moving.low else -1 if level >= moving.high else 0
-        if not direction or not 2 / 8 <= fraction + direction / 8 <= 6 / 8:
+        waited_s, all_s = waited[-1], now - (ends[-2] if len(ends) > 1 else 0.0)
+        if not marks.add(len(complete) / times.prompts, waited_s, all_s):
             return
-        fraction += direction / 8
+        fraction += -moving.fraction if marks.is_moved else moving.fraction
         engine.set_pace(fixed / batch / fraction)
         now += moving.move_s
-        directions.append(direction)
+        moves += 1
 
     # other lengths than those that the scale was fitted to
     lengths, num_samples = _sample_lengths(times, seed + 1), times.samples + mode.num_spare
@@ -343,7 +348,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
         engine.set_pace(fixed / batch / fraction)
 
     admit(0)
-    for iteration in range(_WARM + _ITERATIONS):
+    for iteration in range(_WARM + (_ITERATIONS if iterations is None else iterations)):
         move()
         began = now
         help_until_ready(iteration)
@@ -372,8 +377,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
         engine_idle=max(0.0, 1.0 - (busy[-1] - busy[_WARM - 1]) / total),
         staleness=sum(ages[_WARM * times.prompts :]) / (count * times.prompts),
         aborted=engine.num_aborted / engine.num_tokens,
-        moves=len(directions),
-        reversals=sum(a != b for a, b in itertools.pairwise(directions)) / max(1, len(directions)),
+        moves=moves,
         helped=sum(iteration >= _WARM for iteration in helped) / count,
     )
 
@@ -522,27 +526,33 @@ def build_tail_table() -> str:
     return "\n".join(lines)
 
 
-#: `low` and `high` of devices that move
-_LEVELS = ((0.5, 1.0), (0.5, 1.25), (0.25, 1.5))
+#: patience of devices that move
+_PATIENCE = (1, 3)
 #: seconds of a move at least
-_MOVE_S = 60.0
+_MOVE_S = 300.0
 
 
 def build_moving_table() -> str:
-    """Return a Markdown table of devices that move between the roles, from half of them on each side."""
+    """Return a Markdown table of devices of the engines that train while the engines are ahead, with the default marks."""
     lines = [
-        "| phase times | roles | s an iteration | times best split | moves | moves taken back |",
-        "|---|---|---|---|---|---|",
+        "| phase times | devices that generate | that move | patience | s an iteration, off | on | times best split, on "
+        "| moves |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for times in _PUBLISHED:
         half = Mode(Admission("pace", 1, times.prompts), True, 0.5)
-        best_s = min(simulate(times, replace(half, device_fraction=eighths / 8)).iteration_s for eighths in range(2, 7))
-        move_s = max(_MOVE_S, times.push_s)
-        moving = [(f"move below {low:g}, from {high:g}", Moving(low, high, move_s)) for low, high in _LEVELS]
-        for name, levels in [("stay", None), *moving]:
-            outcome = simulate(times, replace(half, moving=levels))
-            cells = [times.name, name, f"{outcome.iteration_s:.0f}", f"{best_s / outcome.iteration_s:.2f}"]
-            lines.append("| " + " | ".join([*cells, f"{outcome.moves}", f"{outcome.reversals:.0%}"]) + " |")
+
+        def run(mode: Mode, times: PhaseTimes = times) -> Outcome:
+            return simulate(times, mode, iterations=_MOVING_ITERATIONS)
+
+        fixed = {eighths: run(replace(half, device_fraction=eighths / 8)).iteration_s for eighths in range(1, 7)}
+        for eighths, moved in ((6, 4), (4, 2), (4, 1), (3, 1)):
+            for patience in _PATIENCE:
+                moving = Moving(moved / 8, 1.0, 0.2, patience, max(_MOVE_S, times.push_s))
+                on = run(replace(half, device_fraction=eighths / 8, moving=moving))
+                cells = [times.name, f"{eighths}/8", f"{moved}/8", f"{patience}", f"{fixed[eighths]:.0f}"]
+                cells += [f"{on.iteration_s:.0f}", f"{min(fixed.values()) / on.iteration_s:.2f}", f"{on.moves}"]
+                lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

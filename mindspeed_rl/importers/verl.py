@@ -1282,9 +1282,13 @@ def _read_age(run: Import, command: SourceCommand) -> dict[str, object]:
     mode = _read_mode(command)
     if mode not in _MODES:
         run.refuse(_MODE, f"the mode {mode}; {', '.join(_MODES)} are")
-    if command.flag(f"{_SEPARATE}hybrid_rollout.enable_switch") and mode == "separate_async":
-        run.refuse(f"{_SEPARATE}hybrid_rollout.enable_switch", "devices that move between training and rollout")
     ahead = _Ahead.from_command(command)
+    if command.flag(switch := f"{_SEPARATE}hybrid_rollout.enable_switch") and mode == "separate_async":
+        if ahead is not None and ahead.steps > 1:
+            run.refuse(switch, "trainers' devices that generate, with several steps between two weight syncs")
+        else:
+            text = "its marks are elastic_rollout_low and _high, in iterations' prompts; verl adapts its own"
+            run.translate(switch, {f"{RL}.elastic_rollout": True}, text)
     if mode != "sync" or ahead is not None:
         if command.flag("algorithm.filter_groups.enable"):
             run.refuse("algorithm.filter_groups.enable", "groups that are filtered while rollouts run ahead")

@@ -192,6 +192,8 @@ def _list_omissions(cfg: RunConfig) -> Iterator[str]:
         yield "every response ends in its rollout, though partial_rollout_max_split continues long ones in the next"
     if rl.elastic_rollout:
         yield "only the rollout's devices generate, though elastic_rollout lets the actor's help while an iteration waits"
+    if rl.elastic_training_devices:
+        yield "the devices stay as the run file divides them, though elastic_training_devices lets some of the rollout's train"
     if rl.opponents.roles:
         yield "all turns are the present weights', whose tokens train; those of opponents (opponents.share) do not"
     if rl.spare_samples_per_prompt and not rl.keep_spare_samples:

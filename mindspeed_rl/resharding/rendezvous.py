@@ -53,7 +53,8 @@ class DeliveryReport(_Message):
         differing: parameters of its engine, on any of its workers, without the trained weights.
         received_bytes: bytes that this worker received from trainers.
         needed_bytes: bytes that it needs where all chunks are transferred.
-        drafts: draft tokens since the report before, those that were kept, and steps of responses.
+        drafts: draft tokens since the report before, those that were kept, and steps of responses; 0 where another worker of
+            the engine reports the same.
     """
 
     num_parameters: int

@@ -6,7 +6,7 @@ The engine's arguments and environment, the groups of the weight sync's proof an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from mindspeed_rl.config.keys.generate import GenerateConfig
@@ -93,6 +93,12 @@ class RolloutLayout:
         """True where replicas exchange tokens in every expert layer: each of a group must make every generation step."""
         return self.sharing > 1
 
+    @classmethod
+    def from_server(cls, generate: GenerateConfig) -> RolloutLayout:
+        """Return the layout of one rollout server, whose replicas share the experts of a model."""
+        layout = cls.from_config(generate, generate.infer_tensor_parallel_size)
+        return replace(layout, world_size=layout.tensor * layout.sharing)
+
     def replica(self, rank: int) -> int:
         """Return the index of the replica that a rank belongs to."""
         return rank // self.tensor
@@ -177,7 +183,7 @@ def place(cfg: RunConfig) -> Placement:
         return Placement(shared, dedicated, servers, layouts)
     tensor, pipeline = generate.infer_tensor_parallel_size, generate.infer_pipeline_parallel_size
     # a standalone server does not report its devices: it counts with those that the file gives an engine
-    devices = dedicated.get("rollout") or len(servers) * tensor or shared
+    devices = dedicated.get("rollout") or len(servers) * RolloutLayout.from_server(generate).world_size or shared
     layouts["rollout"] = Layout(devices, tensor, pipeline, dedicated="rollout" in dedicated or bool(servers))
     return Placement(shared, dedicated, servers, layouts, RolloutLayout.from_config(generate, devices))
 

@@ -310,8 +310,12 @@ def resume_from_save(run: Run, launched_s: float) -> Run:
     """Return the run as a user would resume it; itself where the same command does, or without a checkpoint."""
     config, critic = run.config.actor_config, run.config.critic_config
     newest = read_newest_iteration(config, launched_s)
-    if loads_its_save(config) or not newest or not newest.isdecimal():
+    if not newest or not newest.isdecimal():
         return run
+    if loads_its_save(config):
+        # the same command would start from that iteration again
+        has_saved = Path(config.save or "", TRACKER_NAME).stat().st_mtime >= launched_s
+        return _load_newest(run) if has_saved and config.load_iteration is not None else run
 
     def load_save(role: MegatronConfig, save: str | None) -> MegatronConfig:
         # the weights that it started from are the reference, and the base weights below adapters
@@ -326,3 +330,13 @@ def resume_from_save(run: Run, launched_s: float) -> Run:
     if critic is not None and critic.save is not None:
         changed["critic_config"] = load_save(critic, critic.save)
     return dataclasses.replace(run, config=dataclasses.replace(run.config, **changed))
+
+
+def _load_newest(run: Run) -> Run:
+    """Return the run with the newest checkpoint of each role in place of the one that the run file names."""
+    roles: dict[str, Any] = {
+        name: dataclasses.replace(role, load_iteration=None)
+        for name in ("megatron_training", "actor_config", "ref_config", "critic_config")
+        if isinstance(role := getattr(run.config, name), MegatronConfig) and loads_its_save(role)
+    }
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, **roles))

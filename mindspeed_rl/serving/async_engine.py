@@ -116,39 +116,40 @@ class AsyncEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause the engine; see `RolloutEngine.pause`."""
-        await vllm_async.pause(self.llm, mode)
+        await vllm_async.finish_or_fail(self.llm, vllm_async.pause(self.llm, mode))
 
     async def resume(self) -> None:
         """Resume the engine; see `RolloutEngine.resume`."""
-        await vllm_async.resume(self.llm)
+        await vllm_async.finish_or_fail(self.llm, vllm_async.resume(self.llm))
 
     async def sleep(self) -> None:
         """Offload the weights to host memory and free the KV cache, where the engine was built to sleep; nothing is running."""
         if self.llm.vllm_config.model_config.enable_sleep_mode:
-            await self.llm.sleep(level=1)
+            await vllm_async.finish_or_fail(self.llm, self.llm.sleep(level=1))
 
     async def wake(self, part: WakePart | None = None) -> None:
         """Load what `sleep` has offloaded onto the device again: the weights, then the cache, or both at once."""
         if self.llm.vllm_config.model_config.enable_sleep_mode:
-            await self.llm.wake_up(tags=None if part is None else [_WAKE_TAGS[part]])
+            tags = None if part is None else [_WAKE_TAGS[part]]
+            await vllm_async.finish_or_fail(self.llm, self.llm.wake_up(tags=tags))
 
     async def join(self, rendezvous: str, first_rank: int) -> None:
         """Make the engine's workers members of a new group; see `EngineExtension.weights_join`."""
-        await self.llm.collective_rpc("weights_join", args=(rendezvous, first_rank))
+        await vllm_async.call_workers(self.llm, "weights_join", rendezvous, first_rank)
         self._remove_sockets()
 
     async def leave(self) -> None:
         """Remove the engine's workers from their group."""
-        await self.llm.collective_rpc("weights_leave")
+        await vllm_async.call_workers(self.llm, "weights_leave")
 
     async def receive(self, version: int) -> list[str]:
         """Receive the weights from the group's trainers while the engine is paused; return a report of each worker as JSON."""
-        reports = await self.llm.collective_rpc("weights_receive")
-        await vllm_async.reset_prefix_cache(self.llm)
+        reports = await vllm_async.call_workers(self.llm, "weights_receive")
+        await vllm_async.finish_or_fail(self.llm, vllm_async.reset_prefix_cache(self.llm))
         if self._image_rules is not None:
             await self.llm.reset_encoder_cache()
         self.version = version
-        return list(reports)
+        return reports
 
     async def check(self) -> None:
         """Raise vLLM's error when the engine's processes are dead."""
@@ -180,12 +181,16 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
     os.environ[OWNER_VARIABLE] = f"{os.getpid()} {psutil.Process().create_time()}"
     os.environ[PLATFORM_VARIABLE] = settings.platform
     generate, hooks = settings.generate, adaptors.engine_hooks()
+    layout = RolloutLayout.from_server(generate)
     changes: EngineArguments = {
         "distributed_executor_backend": "mp" if generate.infer_tensor_parallel_size > 1 else "uni",
         "worker_extension_cls": f"{EngineExtension.__module__}.{EngineExtension.__name__}",
         # on dedicated devices memory is not offloaded
         "enable_sleep_mode": settings.sleeps and hooks.sleeps,
     }
+    if layout.sharing > 1:
+        # one engine process each: they take requests of their own and compute the layers of experts together
+        changes |= {"data_parallel_size": layout.sharing, "data_parallel_backend": "mp"}
     if settings.with_tokenizer:
         changes["skip_tokenizer_init"] = False
     if settings.tokenizer is not None:
@@ -198,7 +203,7 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
             settings.hf_folder,
             generate,
             hooks,
-            RolloutLayout.from_config(generate, generate.infer_tensor_parallel_size),
+            layout,
             kv_bytes_per_token=read_kv_bytes(settings.hf_folder, generate.cache_itemsize),
             changes=changes,
             image_rules=rules,

@@ -20,6 +20,7 @@ import torch
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
+from mindspeed_rl.adaptors.vllm_async import find_worker_index
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
 from mindspeed_rl.resharding.disaggregated import ServedModel, WeightSyncGroup
 from mindspeed_rl.resharding.push import WeightPush
@@ -68,7 +69,7 @@ _prepare()
 
 
 class EngineExtension:
-    """Mixed into vLLM's worker, whose `model_runner`, `model_config`, `device` and `rank` it uses."""
+    """Mixed into vLLM's worker, whose `vllm_config`, `model_runner`, `model_config`, `device` and `rank` it uses."""
 
     model_runner: Any
     model_config: Any
@@ -83,7 +84,8 @@ class EngineExtension:
             first_rank: first rank of this engine's workers in the group.
         """
         self.weights_leave()
-        self._weights_group: WeightSyncGroup | None = WeightSyncGroup(Rendezvous.from_json(rendezvous), first_rank + self.rank)
+        rank = first_rank + find_worker_index(self)
+        self._weights_group: WeightSyncGroup | None = WeightSyncGroup(Rendezvous.from_json(rendezvous), rank)
         self._weights_replica = first_rank
 
     def weights_leave(self) -> None:
@@ -119,9 +121,10 @@ class EngineExtension:
             proof = push.compare(model, hooks.unpack(model))
             unless_received.pop_all()
         differing = list(proof.differing.get(self._weights_replica, ()))
-        report = DeliveryReport(
-            proof.num_parameters, differing, push.received_bytes, push.needed_bytes, list(vllm_drafts.counts.take())
-        )
+        drafts = vllm_drafts.counts.take()
+        if self.rank:  # the workers of an engine sample the same tokens
+            drafts = (0, 0, 0)
+        report = DeliveryReport(proof.num_parameters, differing, push.received_bytes, push.needed_bytes, list(drafts))
         return report.to_json()
 
     def _read_destinations(self, served: ServedModel) -> Destinations:

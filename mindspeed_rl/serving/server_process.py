@@ -17,6 +17,7 @@ from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
+from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.runtime.process import prepare_process
 from mindspeed_rl.serving.rollout_service import RolloutService, ServedEngine
 
@@ -73,7 +74,7 @@ def build_service(settings: ServerSettings, engine: ServedEngine) -> RolloutServ
     rules = ImageRules.read(settings.hf_folder, settings.limits)
     # read by `replies.read_metadata`
     metadata = {
-        "num_workers": generate.infer_tensor_parallel_size,
+        "num_workers": RolloutLayout.from_server(generate).world_size,
         "dtype": generate.dtype,
         "quantization": generate.quantization,
         "max_model_len": generate.max_model_len,

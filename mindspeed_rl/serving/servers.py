@@ -29,6 +29,7 @@ from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
+from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.runtime.cluster import build_runtime_env, find_dead_service
 from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
@@ -101,17 +102,18 @@ class ServerProcesses:
             ValueError: the devices of a server are on several machines.
         """
         assert settings.folder is not None  # processes of a run have files
-        self._settings, self._folder, self._tensor = settings, settings.folder, settings.generate.infer_tensor_parallel_size
+        self._settings, self._folder = settings, settings.folder
+        self._size = RolloutLayout.from_server(settings.generate).world_size  # devices of a server
         self._env, self._monitor = env, monitor
-        tensor, resource = self._tensor, platform_class(settings.platform).ray_resource
-        count, self._resources = num_devices // tensor, {} if resource is None else {resource: tensor}
+        size, resource = self._size, platform_class(settings.platform).ray_resource
+        count, self._resources = num_devices // size, {} if resource is None else {resource: size}
         self.actors: dict[str, ActorHandle[ServerProcess]] = {}
         self._starting: dict[str, ObjectRef[dict[str, object]]] = {}
         self._slots, self._placement = list(slots), None
         for index in range(count if slots else 0):
             self._list_slots(index)  # before any starts
         if not slots:
-            bundle = {"CPU": tensor, **self._resources}
+            bundle = {"CPU": size, **self._resources}
             self._placement: PlacementGroup | None = placement_group([bundle] * count, strategy="PACK")
             limit_s = monitor.limit_s("placement")
             if not monitor.wait_for_placement(self._placement, [f"{settings.title} {index}" for index in range(count)]):
@@ -128,10 +130,10 @@ class ServerProcesses:
         Raises:
             ValueError: they are on several machines.
         """
-        mine = self._slots[index * self._tensor : (index + 1) * self._tensor]
+        mine = self._slots[index * self._size : (index + 1) * self._size]
         if len({node for node, _ in mine}) > 1:
             raise ValueError(
-                f"{self._settings.title} {index}: its {self._tensor} devices (infer_tensor_parallel_size, or "
+                f"{self._settings.title} {index}: its {self._size} devices (infer_tensor_parallel_size, or "
                 "judge_tensor_parallel_size) are on several machines; give each machine a multiple of them"
             )
         return mine
@@ -147,7 +149,7 @@ class ServerProcesses:
             strategy, devices = NodeAffinitySchedulingStrategy(mine[0][0], soft=False), [id for _, ids in mine for id in ids]
         shared = devices is not None
         remote = ray.remote(ServerProcess).options(
-            num_cpus=0 if shared else self._tensor,
+            num_cpus=0 if shared else self._size,
             resources=None if shared else self._resources or None,
             runtime_env=build_runtime_env(self._env),
             scheduling_strategy=strategy,

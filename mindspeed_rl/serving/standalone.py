@@ -29,6 +29,7 @@ from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.platform.environment import EXACT_VARIABLE
+from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.runtime.process import prepare_process
 from mindspeed_rl.serving.call_bodies import read_arguments
 from mindspeed_rl.serving.rollout_service import RolloutService
@@ -76,7 +77,7 @@ def serve(
         exact_slices: as `RunConfig` has them.
     """
     device = platform.select(platform_name)
-    device.use_threads(decide_threads(None, generate.infer_tensor_parallel_size, os.environ).count)
+    device.use_threads(decide_threads(None, RolloutLayout.from_server(generate).world_size, os.environ).count)
     # the user's shell has precedence: no run file is read
     for name, value in device.worker_env().items():
         os.environ.setdefault(name, value)

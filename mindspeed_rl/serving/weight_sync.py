@@ -183,9 +183,9 @@ class WeightSync:
                     num_proven = min(report.num_parameters for report in result)
                     self.received_bytes += sum(report.received_bytes for report in result)
                     self.needed_bytes += sum(report.needed_bytes for report in result)
-                    # the workers of a server sample the same tokens
-                    proposed, accepted, steps = (old + new for old, new in zip(self.drafts, result[0].drafts, strict=True))
-                    self.drafts = proposed, accepted, steps
+                    for report in result:
+                        proposed, accepted, steps = (old + new for old, new in zip(self.drafts, report.drafts, strict=True))
+                        self.drafts = proposed, accepted, steps
             if reason:
                 self._loop.run(self._remove(name, reason))
         self._loop.run(self._check_health(doubtful))

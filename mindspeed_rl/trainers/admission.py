@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -128,3 +128,56 @@ class QueueMarks:
             num_in_flight: these, and those with responses that are missing; when all are ready there is nothing to generate.
         """
         return num_ready < min(self.high if is_awake else self.low, num_in_flight)
+
+
+@dataclass
+class Hysteresis:
+    """Decide when devices move: to the trainers while the queue is full, back to the rollout where that was no gain.
+
+    They move back where the trainers wait and an iteration takes as long as before the move. Limits are for means of several
+    iterations, and of twice as many after each move back, so that devices do not go to and fro. The queue may have an
+    iteration's prompts while the trainers wait for the long ones that are due: waits are measured, not derived from it.
+
+    Attributes:
+        high: iterations' prompts that are ready in a full queue.
+        wait: part of an iteration that the trainers may wait.
+        patience: iterations whose mean decides.
+        is_moved: devices of the rollout train.
+    """
+
+    high: float
+    wait: float
+    patience: int
+    is_moved: bool = False
+    _recent: list[tuple[float, float, float]] = field(default_factory=list, repr=False)
+    _before_s: float = field(default=0.0, repr=False)
+
+    def add(self, level: float, waited_s: float, seconds: float) -> bool:
+        """Return True where devices move after this iteration.
+
+        Args:
+            level: iterations' prompts that were ready when updates ended.
+            waited_s: seconds in which the trainers waited for responses.
+            seconds: seconds of the iteration.
+        """
+        self._recent = [*self._recent, (level, waited_s, seconds)][-self.patience :]
+        if len(self._recent) < self.patience:
+            return False
+        levels, waits, durations = (sum(values) for values in zip(*self._recent))
+        if self.is_moved:
+            is_due = waits > self.wait * durations and durations / self.patience >= self._before_s
+        else:
+            is_due = levels >= self.high * self.patience
+        if not is_due:
+            return False
+        self._recent = []
+        if self.is_moved:
+            self.patience *= 2
+        else:
+            self._before_s = durations / self.patience
+        self.is_moved = not self.is_moved
+        return True
+
+    def restart(self) -> None:
+        """Forget the iterations so far: a run that resumes has a queue that fills again."""
+        self._recent = []

@@ -32,6 +32,8 @@ _CHECK_EVERY_S = 2.0
 #: a wait is reported after this time, or after a multiple of the longest one so far, and again whenever the time has doubled
 _REPORT_AFTER_S, _UNUSUAL = 60.0, 2.0
 _DEADLINE = "rl_config.wait_timeout_s"
+#: prompts that were ready when the updates before this iteration had ended, in iterations' prompts
+QUEUE_LEVEL = "rollout/queue_level"
 _LOG = logging.getLogger(__name__)
 #: (group) -> results of the reward functions for its responses
 _Scorer = Callable[[PromptGroup], Awaitable[list[RewardResult]]]
@@ -150,6 +152,7 @@ class StreamingSource:
         self._timers = Timers()
         self._changed: asyncio.Event | None = None
         self._generating, self._elastic = 0, elastic
+        self._level: float | None = None  # see QUEUE_LEVEL
 
     # ------------------------------------------------------------------ called by the driver's thread
 
@@ -166,6 +169,8 @@ class StreamingSource:
         metrics = Metrics()
         metrics.add_last("rollout/in_flight_prompts", len(self._groups))
         metrics.add_last("rollout/ready_prompts", len(self._ready))
+        if self._level is not None:
+            metrics.add_last(QUEUE_LEVEL, self._level)
         if self.admission.strategy == "drop":
             metrics.add_sum("rollout/dropped_prompts", self._dropped)
             metrics.add_sum("rollout/dropped_tokens", self._dropped_tokens)
@@ -214,6 +219,7 @@ class StreamingSource:
         # nothing is started before the first weights
         if self._version is None:
             return
+        self._level = self._runner.run(_call(lambda: len(self._ready))) / self.admission.batch_prompts
         with self._timers("rollout_pause"):
             if not self._interrupts:
                 # not by the engine's pause: responses on a server that is lost meanwhile must be able to continue elsewhere;

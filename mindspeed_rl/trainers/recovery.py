@@ -12,10 +12,12 @@ from ray.exceptions import RayError
 
 from mindspeed_rl.observability.observer import RunObserver
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.divisions import moves_devices
 from mindspeed_rl.run.resume import read_newest_iteration, resume_from_save
 from mindspeed_rl.runtime.cluster import LiveDevices, count_live_devices, wait_for_devices
 from mindspeed_rl.runtime.futures import WorkerError
-from mindspeed_rl.trainers.termination import DevicesReturnedError, Termination
+from mindspeed_rl.trainers.elastic_training import ElasticTraining
+from mindspeed_rl.trainers.termination import DevicesMovedError, DevicesReturnedError, Termination
 
 #: faults of a process, a machine or Ray, as the driver sees them
 _FAULTS = (WorkerError, TimeoutError, RayError, ConnectionError)
@@ -71,6 +73,9 @@ class Recovery:
             run: the run on all its devices.
             fit: chooses the layout for the devices that are left; None: the run waits for all.
             wait: returns the devices that are left, see `wait_for_devices`.
+
+        Raises:
+            ValueError: the run cannot have devices of the rollout that train, which its run file asks for.
         """
         self._run = self._whole = run
         self._fit, self._wait = fit, wait
@@ -80,11 +85,13 @@ class Recovery:
         self._last_fault: tuple[int, str] | None = None
         self._has_ended = self._is_shrunk = False
         self._termination: Termination | None = None
+        self._elastic = ElasticTraining(run) if moves_devices(run.config) else None
 
     @property
     def observers(self) -> Sequence[RunObserver]:
-        """Observers of the next attempt: of one on fewer devices, the watch for the others."""
-        return [_ReturnWatch(self._whole, lambda: self._termination)] if self._is_shrunk else []
+        """Observers of the next attempt: those that may end its loop to resume on other devices."""
+        watches: list[RunObserver] = [] if self._elastic is None else [self._elastic]
+        return [*watches, _ReturnWatch(self._whole, lambda: self._termination)] if self._is_shrunk else watches
 
     def attempts(self) -> Iterator[Run]:
         """Yield the run, and again from its last checkpoint after each fault that leads to a restart."""
@@ -93,8 +100,10 @@ class Recovery:
             yield self._run
 
     def follow(self, termination: Termination) -> None:
-        """End the loop of this attempt by its termination where the run can have more devices."""
+        """End the loop of this attempt by its termination where the run can have other devices."""
         self._termination = termination
+        if self._elastic is not None:
+            self._elastic.follow(termination)
 
     @contextlib.contextmanager
     def retry_on_fault(self) -> Iterator[None]:
@@ -106,6 +115,12 @@ class Recovery:
         try:
             yield
             self._has_ended = True
+        except DevicesMovedError as moved:
+            assert self._elastic is not None
+            self._whole = self._elastic.move()
+            self._run = resume_from_save(self._whole, self._launched_s)
+            text = f"{moved}; the run resumes {_describe_point(self._read_newest())} with {self._elastic.changes}"
+            print(f"rl_config.elastic_training_devices: {text}", file=sys.stderr, flush=True)
         except DevicesReturnedError as returned:
             self._is_shrunk = False
             self._run = resume_from_save(self._whole, self._launched_s)

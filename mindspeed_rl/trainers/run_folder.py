@@ -23,7 +23,7 @@ from mindspeed_rl.redaction import find_in_configuration, hide_in_configuration,
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 from mindspeed_rl.runtime.futures import WorkerError
-from mindspeed_rl.trainers.termination import Terminated
+from mindspeed_rl.trainers.termination import RestartError, Terminated
 
 
 class RunAdvisor(Protocol):
@@ -133,6 +133,9 @@ def report_outcome(run: Run, advisor: RunAdvisor | None = None) -> Iterator[_Run
         outcome = "finished"
     except Terminated as error:
         outcome = "interrupted" if error.signum == signal.SIGINT else f"terminated: {error}"
+        raise
+    except RestartError as error:
+        outcome = f"resumes on other devices: {error}"
         raise
     except BaseException as error:
         outcome = f"failed: {type(error).__name__}: {error}"

@@ -34,8 +34,16 @@ class Terminated(BaseException):
         self.signum, self.exit_code = signum, 128 + signum
 
 
-class DevicesReturnedError(RuntimeError):
-    """The loop ended after an iteration, which is saved, to resume on more devices."""
+class RestartError(RuntimeError):
+    """The loop ended after an iteration, which is saved, to resume on other devices."""
+
+
+class DevicesReturnedError(RestartError):
+    """All devices of the run are there again."""
+
+
+class DevicesMovedError(RestartError):
+    """Devices move between trainers and rollout."""
 
 
 class Termination:
@@ -57,7 +65,7 @@ class Termination:
         self._shutdown.daemon = True
         self._requested_s = -_SAME_REQUEST_S
         self.requested = False
-        self.restart: DevicesReturnedError | None = None
+        self.restart: RestartError | None = None
         self.ends_early = False
         self.in_loop = False
 

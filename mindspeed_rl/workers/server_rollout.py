@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -32,6 +33,7 @@ from mindspeed_rl.workers.responses import build_response_columns, build_samplin
 from mindspeed_rl.workers.weight_senders import WeightSenders
 
 _Result = TypeVar("_Result")
+_LOG = logging.getLogger(__name__)
 
 #: finished responses are collected for this long before they are put together
 _COLLECT_S = 0.02
@@ -120,7 +122,10 @@ class ServerRollout:
         return [*reports, WorkerReport(metrics)]
 
     def keep_alive(self) -> None:
-        """Start a server again when none is left, with the weights that the lost ones had.
+        """Start a server again when none is left, with the trainers' weights under the version that the lost ones had.
+
+        Between two weight syncs of a `parameter_sync_step` above 1 these weights are newer than their version: a token's age is
+        then at most what it is counted as, so every limit of it holds. A higher version would be newer than those that train.
 
         Raises:
             WorkerError: no server can be started any more.
@@ -129,6 +134,13 @@ class ServerRollout:
         if not servers.pool.names:
             # waiting requests would go to the new server before it has the weights
             servers.loop.run(servers.pool.pause("keep"), Phases.PAUSE_SERVERS)
+            if (step := self._run.rl.parameter_sync_step) > 1:
+                _LOG.warning(
+                    "all servers were lost between two weight syncs: a new one has weights that are up to %d iterations newer "
+                    "than version %d, as which its tokens count",
+                    step - 1,
+                    self._version,
+                )
             self._sync_weights(self._version)
             servers.loop.run(servers.pool.resume())
 

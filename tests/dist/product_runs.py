@@ -322,6 +322,8 @@ INGREDIENTS = [
 NOT_HERE = {
     "elastic_rollout": "its servers are processes of their own, and the time decides how long those on the trainers' devices "
     "generate, so that no run repeats; tests/e2e/test_random_modes.py draws complete runs with it",
+    "elastic_training_devices": "a move is a resume on another layout, which the ingredient resumed has; when it comes depends "
+    "on the time; tests/e2e/test_elastic_training.py compares the iterations after a move with a resume by hand",
     "videos": "the processes of these runs do not load models of images, and the reference reads tokens alone; "
     "tests/e2e/test_random_modes.py draws complete runs with them, tests/dist/test_video_layouts.py has the layouts",
 }

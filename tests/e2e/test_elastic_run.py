@@ -94,6 +94,29 @@ def test_an_engine_that_is_killed_while_it_helps_loses_no_sample_and_is_replaced
         assert not command.leftovers()
 
 
+@pytest.mark.slow
+@pytest.mark.extra
+@pytest.mark.parametrize("killed", ["engine", "trainer"])
+def test_a_process_that_is_killed_in_the_middle_of_a_move_loses_no_sample(task: Path, tmp_path: Path, killed: str) -> None:
+    keys = [*ELASTIC, "rl_config.max_off_policy_threshold=0", "rl_config.fault_tolerance.enabled=true"]
+    with running(task, tmp_path, *keys, iterations(4)) as command:
+        log = command.folder / "run" / "run.log"
+        moves = "the trainers' devices generate; "
+        command.wait_until(lambda: log.is_file() and log.read_text().count(moves) == 2)
+        # the trainers are leaving their devices, the engine is waking up or joins the group of the weight sync
+        (engine_of(command, "elastic_server_0") if killed == "engine" else command.worker(0)).kill()
+        assert command.wait(600) == 0, command.output[-4000:]
+        text = log.read_text() + command.output
+        if killed == "engine":
+            assert log.read_text().count("elastic server 0 was taken out") == 1 and "the run resumes after" not in text
+            assert "elastic server 0 is restarted (2 restarts left)" in text
+        else:
+            assert "the run resumes after iteration 1 (2 restarts left)" in text
+        check_consumed(command, 4, bound=0)
+        assert command.metrics[-1]["rollout/elastic_servers"] == 1
+        assert not command.leftovers()
+
+
 def engine_of(command: Command, name: str) -> psutil.Process:
     """vLLM's process of a server, which writes this log."""
     log = str(command.folder / "run" / "logs" / f"{name}.log")

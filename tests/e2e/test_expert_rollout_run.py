@@ -70,6 +70,29 @@ def test_a_server_that_spreads_experts_over_its_devices_agrees_with_the_trainer(
         assert record["rollout/push_received_gib"] == record["rollout/push_needed_gib"] > 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_server_whose_engines_share_experts_is_one_replica(tasks: Callable[[str], Path], tmp_path: Path, mode: str) -> None:
+    """vLLM's own data parallelism: two engine processes, each with its requests and half of the experts."""
+    layout = [
+        "rl_config.actor_resource.num_npus=1",
+        "rl_config.use_integrated_worker=false",
+        "rl_config.rollout_resource.num_npus=2",
+        "generate_config.infer_expert_parallel_size=2",
+        "+model.tiny_qwen25.num_experts=4",
+        f"rl_config.trainer_mode={mode}",
+    ]
+    command = finished(tasks("qwen3-moe"), tmp_path / "run", *SHARED, *layout)
+    assert [record["rollout/weight_version"] for record in command.metrics] == [1, 2, 3]
+    for record in command.metrics:
+        assert record["actor/grad_norm"] > 0.0 and record["rollout/servers"] == 1
+        # both engines have proven the weights: each holds half of the experts, and needs no other
+        assert record["rollout/push_received_gib"] == record["rollout/push_needed_gib"] > 0.0
+        if not record.get("rollout/staleness_max"):
+            assert record["rollout/log_probs_diff_max"] < 1e-4
+    assert not command.leftovers()
+
+
 def test_experts_that_do_not_divide_are_named_before_ray_starts(tasks: Callable[[str], Path], tmp_path: Path) -> None:
     changes = ["rl_config.actor_resource.num_npus=8", "generate_config.infer_expert_parallel_size=8"]
     with running(tasks("qwen3-moe"), tmp_path / "run", *SHARED[1:], *changes) as command:

@@ -75,7 +75,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_says_what_trained(task: Path, t
 
 def same_figures(result: dict[str, Any], expected: dict[str, Any]) -> None:
     """To the bit."""
-    how_far_the_servers_were = {"rollout/ready_prompts", "rollout/in_flight_prompts"}
+    how_far_the_servers_were = {"rollout/ready_prompts", "rollout/in_flight_prompts", "rollout/queue_level"}
     ours, theirs = (
         {name: value for name, value in select_computed(record).items() if name not in how_far_the_servers_were}
         for record in (result, expected)
@@ -178,6 +178,25 @@ def test_a_server_joins_a_run_by_its_folder_generates_and_leaves_without_a_lost_
             taken += [group["number"] for group in json.loads(file.metadata()["groups"])]
         assert sorted(taken) == list(range(len(taken)))
         assert not (folder / "servers" / "run.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+def test_a_server_that_is_started_between_two_weight_syncs_has_newer_weights_than_it_counts(task: Path, tmp_path: Path) -> None:
+    keys = ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1", "rl_config.parameter_sync_step=2"]
+    keys += ["megatron_training.save_interval=2", "rl_config.deadlines.server=20", *SERVER, iterations(6)]
+    with running(task, tmp_path, *keys) as run:
+        run.wait_until(lambda: len(run.metrics) == 3)
+        for process in run.processes():
+            if "EngineCore" in " ".join(process.cmdline()):
+                process.kill()
+        assert run.wait(600) == 0, run.output[-4000:]
+        assert [record["iteration"] for record in run.metrics] == [1, 2, 3, 4, 5, 6]
+        text = (run.folder / "run" / "run.log").read_text()
+        assert "a new one has weights that are up to 1 iterations newer than version" in text
+        for record in consumed(run):
+            versions = [span[0] for prompt in record["prompts"] for sample in prompt["samples"] for span in sample["versions"]]
+            assert {record["version"] - version for version in versions} <= {0, 1}
 
 
 @pytest.mark.slow

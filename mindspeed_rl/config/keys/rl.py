@@ -37,6 +37,7 @@ _MISMATCH = ("rollout_importance_sampling_mode", tuple(CORRECTIONS))
 _SYNC_REF = ("sync_ref_model", (True,))
 _ASYNC = ("trainer_mode", ("async",))
 _ELASTIC = ("elastic_rollout", (True,))
+_ELASTIC_TRAINING = ("elastic_training_devices", "set")
 _WANDB = ("use_wandb", (True,))
 _SWANLAB = ("use_swanlab", (True,))
 _MLFLOW = ("use_mlflow", (True,))
@@ -316,6 +317,24 @@ class _ModeKeys:
         on_resume="exact")
     elastic_rollout_high: float = key(1.0, "they train again when so many iterations' prompts are ready",
         "已就绪的 prompt 达到这么多次迭代的量时回去训练", range=Bounds(1, 1e6), needs=_ELASTIC, on_resume="exact")
+    elastic_training_devices: int = key(0,
+        "devices of rollout_resource that train with the actor's once the rollout keeps ahead of the training, and generate "
+        "again once it falls behind; the run resumes on the other division after an iteration",
+        "rollout_resource 中这么多个设备，在推理一直领先于训练时与 actor 的设备一起训练，落后时再回去生成；每次都在一次迭代之后"
+        "按另一种划分续训", range=Bounds(0, 1e6), needs=_ASYNC, on_resume="exact")
+    elastic_training_high: float = key(1.0,
+        "they train when so many iterations' prompts are ready at the end of updates", "更新结束时已就绪的 prompt 达到这么多次"
+        "迭代的量，它们就去训练", range=Bounds(0, 1e6, excludes_low=True, default=1.0), needs=_ELASTIC_TRAINING,
+        on_resume="exact")
+    elastic_training_wait: float = key(0.2,
+        "they generate again when the trainers wait for responses during more than this part of an iteration, and iterations "
+        "are not faster than before the move",
+        "训练等待回答的时间超过一次迭代的这一比例、且迭代不比移动之前快时，它们回去生成",
+        range=Bounds(0, 1, default=0.2), needs=_ELASTIC_TRAINING, on_resume="exact")
+    elastic_training_patience: int = key(3,
+        "iterations whose mean has to be beyond either limit before the devices move; doubles each time that they move back",
+        "取多少次迭代的平均值与界限比较后才移动设备；每移回一次即加倍", range=Bounds(1, 10000), needs=_ELASTIC_TRAINING,
+        on_resume="exact")
     async_generate: bool | None = key(None, "true is trainer_mode one_step_off, the name in ms-swift",
         "true 即 trainer_mode one_step_off，ms-swift 的说法", on_resume="in_flight")
 

@@ -12,6 +12,7 @@ from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Range
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import Sizes, batch_table, round_number
+from mindspeed_rl.run.divisions import list_moved_keys, moves_devices
 from mindspeed_rl.run.explain.effects import (
     describe_learning_rate,
     find_changed_keys,
@@ -408,6 +409,12 @@ def _list_rollout_phases(
         until = f"while an iteration waits with fewer than {low} prompts ready, until {high} are"
         state = _describe_training_state(cfg.generate_config)
         yield "generate_elastic", shared, f"{count} more rollout engine(s) TP{sizes.rollout.tensor}, {until}{state}"
+    if moves_devices(run.config):
+        actors, servers, _ = list_moved_keys(rl).values()
+        full = f"{rl.elastic_training_high:g} iterations' prompts ready (mean of {rl.elastic_training_patience} iterations)"
+        back = f"back where training waits more than {rl.elastic_training_wait:.0%} and that was no gain"
+        holds = f"with {full}: a resume with {actors} devices that train and {servers} that generate; {back}"
+        yield "move_devices", f"{rl.elastic_training_devices} dedicated", holds
     scorers = [", ".join(rl.verifier_function)] if rl.rule_reward else []
     scorers += [] if rl.judge_url is None else [_describe_judges(rl)]
     if scorers:

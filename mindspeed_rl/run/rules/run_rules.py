@@ -13,6 +13,7 @@ from mindspeed_rl.config.keys import PATH_KEYS, ROLE_GROUPS
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, NEEDED_BY_MINDSPEED, is_weight, read_split
 from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.rollout_rules import ROLLOUT_RULES
 from mindspeed_rl.run.rules.training_engine_rules import find_idle_reason, training_engine_rules
@@ -224,12 +225,12 @@ def _dedicated_devices(run: Run) -> Iterator[Broken]:
         key = "share_backbone" if rl.share_backbone else "sync_ref_model"
         text = f"[{key}:name] needs the reference on the actor's devices; leave [reference_resource:name] out"
         yield violate("reference_beside_actor", text, {"reference_resource": None, key: False})
-    if placement.disaggregated and generate.infer_expert_parallel_size > 1:
-        yield violate(
-            "server_experts",
-            "[infer_expert_parallel_size] must be 1 for rollout servers, each of which holds all experts on its own devices",
-            {"infer_expert_parallel_size": 1},
+    if placement.servers and generate.infer_expert_parallel_size > 1:
+        text = (
+            "[infer_expert_parallel_size] must be 1 with [vllm_server_host:name]: how standalone servers spread experts over "
+            "their devices is set where they are started"
         )
+        yield violate("server_experts", text, {"infer_expert_parallel_size": 1})
     yield from _servers(run)
 
 
@@ -324,6 +325,8 @@ def _rollout_modes(run: Run) -> Iterator[Broken]:
         yield from _asynchronous(run)
     if rl.elastic_rollout:
         yield from _elastic(run)
+    if rl.elastic_training_devices:
+        yield from _elastic_training(run)
 
 
 def _second_groups(run: Run) -> Iterator[Broken]:
@@ -414,6 +417,9 @@ def _elastic(run: Run) -> Iterator[Broken]:
             {key: False, "trainer_mode": "async"},
         )
         return
+    if run.generate.infer_expert_parallel_size > 1:
+        text = f"[{key}:name] needs [infer_expert_parallel_size] 1: a server on the actor's devices has all experts"
+        yield violate("elastic_experts", text, {key: False}, {"infer_expert_parallel_size": 1})
     devices = run.placement.world_size or 0
     if tensor >= 1 and devices % tensor:
         yield violate(
@@ -452,6 +458,53 @@ def _elastic(run: Run) -> Iterator[Broken]:
             f"[{key}:name] needs [judge_resource:name]: the judge has an engine on the actor's devices, and both would be there"
         )
         yield violate("elastic_judge", text, {key: False})
+
+
+def _elastic_training(run: Run) -> Iterator[Broken]:
+    """Check devices of the rollout that train while it is ahead."""
+    rl, key, actor = run.rl, "elastic_training_devices", run.config.actor_config
+    off = {key: 0}
+    if rl.trainer_mode != "async":
+        reason = {
+            "sync": "no rollout is ahead of the training",
+            "one_step_off": "a run repeats exactly, and when devices move depends on the time",
+        }[rl.trainer_mode]
+        text = f"[{key}] needs [trainer_mode:name] async; in {rl.trainer_mode} {reason}"
+        yield violate("elastic_training_mode", text, {**off, "trainer_mode": "async"})
+        return
+    rollout, size = run.placement.dedicated.get("rollout"), RolloutLayout.from_server(run.generate).world_size
+    if rollout is None:
+        yield violate("elastic_training_servers", f"[{key}] needs [rollout_resource:name]: they are devices of it", off)
+    elif size >= 1 and (rl.elastic_training_devices % size or rollout - rl.elastic_training_devices < size):
+        text = (
+            f"[{key}] must be whole servers of {size} device(s), and one server of [rl_config.rollout_resource.num_npus] "
+            "must be left"
+        )
+        # whole replicas of the actor too
+        unit = math.lcm(size, max(1, actor.model_parallel_size))
+        nearest = min(-(-rl.elastic_training_devices // unit) * unit, (rollout - size) // unit * unit)
+        yield violate("elastic_training_whole", text, {key: nearest} if nearest > 0 else off)
+    # as in `Admission.compute_room`, after the iteration's own prompts were taken
+    ahead = rl.max_off_policy_threshold + (1 if rl.max_off_policy_strategy == "drop" else 0)
+    if rl.elastic_training_high > ahead:
+        text = (
+            f"[elastic_training_high] may be at most {ahead:g}: [max_off_policy_threshold] lets so many iterations' prompts "
+            "be ready at the end of updates"
+        )
+        yield violate("elastic_training_high", text, {"elastic_training_high": ahead} if ahead > 0 else off)
+    if rl.parameter_sync_step > 1:
+        text = f"[{key}] needs [parameter_sync_step] 1: the level is measured before each weight sync"
+        yield violate("elastic_training_sync_step", text, {"parameter_sync_step": 1}, off)
+    roles = [role for role in (actor, run.config.critic_config) if role is not None]
+    if any(role.save is None or role.no_save_optim or role.no_load_optim for role in roles):
+        text = (
+            f"[{key}] needs [actor_config.save], and that of a critic, with the states of the optimizer, which "
+            "no_save_optim and no_load_optim leave out: devices move by a resume"
+        )
+        yield violate("elastic_training_save", text, off)
+    if rl.fault_tolerance.shrink:
+        text = f"[{key}] and [rl_config.fault_tolerance.shrink] exclude each other: each chooses the devices of the next resume"
+        yield violate("elastic_training_shrink", text, off, {"rl_config.fault_tolerance.shrink": False})
 
 
 def _profiler(run: Run) -> Iterator[Broken]:

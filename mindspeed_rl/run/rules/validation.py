@@ -9,6 +9,7 @@ from functools import partial
 from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.run.batch_sizes import size_keys
+from mindspeed_rl.run.divisions import move_devices, moves_devices
 from mindspeed_rl.run.draft import decide
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.batch_rules import ROLLOUT_SIZES, find_size_violations, suggest_values
@@ -27,7 +28,8 @@ def validate(run: Run) -> list[Violation]:
     outside = [item.fill(read) for item in _out_of_range(run)]
     # rules of sizes mean nothing for numbers out of range, and the search for suggestions would not end
     sizes = [] if outside else [*_batch_violations(run), *_suggest_layouts(run)]
-    return [*outside, *sizes, *(item.fill(read, find_key) for rule in _RULES for item in rule(run))]
+    found = [*outside, *sizes, *(item.fill(read, find_key) for rule in _RULES for item in rule(run))]
+    return found or list(_moved_violations(run))
 
 
 def is_valid(run: Run) -> bool:
@@ -37,7 +39,19 @@ def is_valid(run: Run) -> bool:
         return False
     if not sizes.has_layouts or any(True for _ in find_size_violations(sizes)):
         return False
-    return not any(True for rule in (layout_violations, *_RULES) for _ in rule(run))
+    if any(True for rule in (layout_violations, *_RULES) for _ in rule(run)):
+        return False
+    return not moves_devices(run.config) or is_valid(decide(move_devices(run.config), run.num_nodes, run.platform))
+
+
+def _moved_violations(run: Run) -> Iterator[Violation]:
+    """Yield the rules that a sound run breaks once devices of the rollout train."""
+    if not moves_devices(run.config):
+        return
+    moved, name = decide(move_devices(run.config), run.num_nodes, run.platform), "rl_config.elastic_training_devices"
+    for violation in validate(moved):
+        text = f"{name} ({run.rl.elastic_training_devices}): with these devices moved, {violation.message}"
+        yield Violation(f"moved_{violation.rule}", {name: run.rl.elastic_training_devices, **violation.keys}, text)
 
 
 def _out_of_range(run: Run) -> Iterator[Broken]:

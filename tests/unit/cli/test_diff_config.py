@@ -17,6 +17,7 @@ from mindspeed_rl.run.rules.validation import validate
 MODES: dict[str, dict[str, Any]] = {
     "async": {"trainer_mode": "async"},
     "elastic": {"trainer_mode": "async", "elastic_rollout": True, "elastic_rollout_high": 2.0},
+    "elastic training": {"trainer_mode": "async", "elastic_training_devices": 2, "elastic_training_wait": 0.3},
     "spare": {"trainer_mode": "async", "spare_samples_per_prompt": 2, "keep_spare_samples": True},
     "one step off": {"trainer_mode": "one_step_off"},
     "one step off, in ms-swift's word": {"async_generate": True},

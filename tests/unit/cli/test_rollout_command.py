@@ -1,4 +1,4 @@
-"""A standalone rollout server is one replica; what would make several of them is refused before anything starts."""
+"""A standalone rollout server is one replica, whose engines may share experts; several are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.cli.rollout import main
+from mindspeed_rl.cli.rollout import _check_replicas, main
+from mindspeed_rl.config import GenerateConfig
 
 
 @pytest.mark.parametrize("flag", ["--data-parallel-size", "--vllm-data-parallel-size", "--vllm_data_parallel_size"])
@@ -20,7 +21,7 @@ def test_several_replicas_on_the_command_line_are_refused(flag: str, tmp_path: P
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("generate_config.infer_expert_parallel_size=4", "generate_config.infer_expert_parallel_size (4) must be 1"),
+        ("generate_config.infer_expert_parallel_size=4", "infer_expert_parallel_size (4): a server is one replica"),
         ("+generate_config.engine_kwargs.data_parallel_size=2", "generate_config.engine_kwargs.data_parallel_size (2)"),
         ("+generate_config.engine_kwargs.data_parallel_rank=1", "generate_config.engine_kwargs.data_parallel_rank (1)"),
     ],
@@ -32,3 +33,9 @@ def test_several_replicas_in_the_run_file_of_a_server_are_refused(
     words = ["--model", str(tmp_path), "--config-name", "grpo_tiny_cpu", override]
     assert main(words) == 2
     assert named in capsys.readouterr().err
+
+
+def test_engines_of_a_server_share_experts() -> None:
+    keys = GenerateConfig(infer_tensor_parallel_size=1, enable_expert_parallel=True, infer_expert_parallel_size=2)
+    assert _check_replicas(keys, None) == keys
+    assert _check_replicas(keys, 4).infer_expert_parallel_size == 4

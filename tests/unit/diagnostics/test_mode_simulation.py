@@ -140,14 +140,23 @@ def test_the_documented_table_of_moving_devices_is_the_computed_one(page: str) -
     assert [row for row in build_moving_table().splitlines() if row not in text] == []
 
 
-def test_devices_move_to_the_side_that_the_other_waits_for() -> None:
+def test_devices_train_where_the_trainers_are_waited_for() -> None:
     # training takes six times as long: engines on half of the devices always have the next prompts complete
     slow_training = PhaseTimes("slow training", 100.0, 600.0, 1.0, 4, 2)
     half = Mode(Admission("pace", 1, 4), True, 0.5)
-    fixed, moving = (simulate(slow_training, dataclasses.replace(half, moving=item)) for item in (None, Moving(0.5, 1.0, 0.0)))
-    # twice, to 2 / 8: training is faster by 6 / 8 : 4 / 8
-    assert (fixed.moves, moving.moves, moving.reversals) == (0, 2, 0.0)
-    assert fixed.iteration_s / moving.iteration_s == pytest.approx(1.5, rel=0.02)
+    fixed = simulate(slow_training, half, iterations=40)
+    moves = {
+        patience: simulate(
+            slow_training, dataclasses.replace(half, moving=Moving(0.25, 1.0, 0.2, patience, 300.0)), iterations=40
+        )
+        for patience in (1, 20)
+    }
+    assert fixed.moves == 0 and {outcome.moves for outcome in moves.values()} == {1}
+    # on 4 / 8 training takes 1200 s, on 6 / 8 800 s; the move is before the iterations that count, which are those after the
+    # first three, or before the 21st, as there is no level before the first
+    assert fixed.iteration_s == pytest.approx(1201.0)
+    assert moves[1].iteration_s == pytest.approx(801.0)
+    assert moves[20].iteration_s == pytest.approx((17 * 1201.0 + 300.0 + 23 * 801.0) / 40)
 
 
 @pytest.fixture(scope="module")

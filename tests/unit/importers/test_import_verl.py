@@ -1085,7 +1085,10 @@ def test_colocate_async_continues_responses_in_the_next_rollout() -> None:
 def test_modes_without_a_counterpart_name_their_parameter() -> None:
     assert "the mode other; sync, colocate_async, separate_async are" in refusal(f"{V1}=other")
     switch = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
-    assert switch in refusal(f"{SEPARATE} {switch}=True")
+    assert "trainers' devices that generate, with several steps" in refusal(f"{SEPARATE} {switch}=True")
+    each = SEPARATE.replace("sync_step=4", "sync_step=1") + " data.train_batch_size=16"
+    assert imported(f"{each} {switch}=True").get("rl_config.elastic_rollout") is True
+    assert imported(f"{each} {switch}=False").get("rl_config.elastic_rollout") is None
     assert "filtered while rollouts run ahead" in refusal(f"{SEPARATE} algorithm.filter_groups.enable=True")
     assert imported(f"trainer.use_v1=False {V1}=separate_async").get("rl_config.trainer_mode") is None
 

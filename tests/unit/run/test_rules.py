@@ -49,6 +49,11 @@ ADAPTERS: dict[str, Any] = {
 SIZE_NAMES = ("group_size",)
 APART = {"actor": 2, "rollout": 4}
 ELASTIC = {"elastic_rollout": True, "trainer_mode": "async"}
+MOVING = {
+    **{"trainer_mode": "async", "use_integrated_worker": False, "elastic_training_devices": 2},
+    **{"actor_resource": {"num_npus": 2}, "rollout_resource": {"num_npus": 4}},
+}
+SAVED = {"pipeline_model_parallel_size": 1, "save": "out", "ckpt_format": "torch_dist"}
 KEPT = {"partial_rollout_max_split": 4, "guarantee_order": False, "spare_samples_per_prompt": 1, "keep_spare_samples": True}
 
 # One broken rule each: changes to the sound run, the rule, and words the sentence must have (keys and values).
@@ -543,6 +548,18 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         {R: ELASTIC | {"elastic_rollout_high": 3.5, "max_off_policy_strategy": "drop"}},
         "elastic_high",
         ["elastic_rollout_high (3.5) may be at most 3:", "max_off_policy_threshold (1)"],
+    ),
+    ({R: MOVING | {"trainer_mode": "sync"}, M: SAVED}, "elastic_training_mode", ["elastic_training_devices (2)", "in sync"]),
+    ({R: MOVING | {"trainer_mode": "one_step_off"}, M: SAVED}, "elastic_training_mode", ["in one_step_off", "repeats exactly"]),
+    ({R: MOVING | {"elastic_training_devices": 4}, M: SAVED}, "elastic_training_whole", ["(4)", "num_npus (4)", "one server"]),
+    ({R: MOVING | {"elastic_training_high": 1.5}, M: SAVED}, "elastic_training_high", ["(1.5) may be at most 1:"]),
+    ({R: MOVING | {"parameter_sync_step": 2}, M: SAVED}, "elastic_training_sync_step", ["needs", "parameter_sync_step (2)"]),
+    ({R: MOVING, M: {"pipeline_model_parallel_size": 1}}, "elastic_training_save", ["needs actor_config.save", "by a resume"]),
+    ({R: MOVING, M: SAVED | {"no_save_optim": True}}, "elastic_training_save", ["no_save_optim"]),
+    (
+        {R: MOVING | {"fault_tolerance": {"enabled": True, "shrink": True}}, M: SAVED},
+        "elastic_training_shrink",
+        ["elastic_training_devices (2)", "shrink (true)"],
     ),
     (
         {R: ELASTIC, M: {"async_save": True, "save": "out", "ckpt_format": "torch_dist"}},

@@ -177,6 +177,8 @@ ELSEWHERE: dict[str, str] = {
     "trainers/rollout_modes.py": "over_sample_rate spare_samples_per_prompt blocking trainer_mode num_warmup_batches "
     "partial_rollout partial_rollout_max_split keep_spare_samples elastic_rollout elastic_rollout_low "
     "elastic_rollout_high",
+    "trainers/elastic_training.py": "elastic_training_high elastic_training_wait elastic_training_patience",
+    "run/divisions.py": "elastic_training_devices",
     "run/models.py": "refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
     "planner/promise.py": "device_hour_price",

@@ -96,6 +96,15 @@ def test_without_a_checkpoint_of_its_own_it_begins_anew(tmp_path: Path) -> None:
     assert resume_from_save(run, 1e12) is run  # another run's, older than this one
 
 
+def test_an_iteration_that_the_run_file_names_is_where_it_starts_and_not_where_it_resumes(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    own = (f"actor_config.load={tmp_path / 'save'}", "actor_config.load_iteration=5", "actor_config.finetune=false")
+    run = run_with(tmp_path, *own)
+    assert resume_from_save(run, 1e12) is run  # nothing was saved since it started there
+    resumed = resume_from_save(run, 0.0).config.actor_config
+    assert (resumed.load, resumed.load_iteration) == (str(tmp_path / "save"), None)
+
+
 class Fitted:
     """Chooses a layout as the planner does, and records what it was asked for."""
 
