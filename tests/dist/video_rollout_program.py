@@ -62,7 +62,7 @@ def main(folder: str, first: str, second: str, picture: str, quantization: Liter
     )
     sampling = Sampling(TEMPERATURE, 12, (1,))
     rollout = VllmEngine(folder, generate, sampling, run_id="video", kv_bytes_per_token=4096, image_rules=rules)
-    pair = Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, 1, quantized=quantization is not None)
+    pair = Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, 1, quantization=quantization)
     pair.push()
     kinds = [parameter.dtype for parameter in rollout.get_model().parameters()]
     report: dict[str, object] = {"proven": pair.prove(), "int8": kinds.count(torch.int8)}
