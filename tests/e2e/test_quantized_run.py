@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from grpo_command import ONE_PROCESS, finished
+from patience import patient
 from tiny_task import make_other_task
 
 #: model, format, largest mean difference of log-probs
@@ -35,3 +36,14 @@ def test_a_model_learns_from_a_quantized_rollout_that_is_corrected(
         # weights of the correction, which is on by default, are near 1
         assert 0.8 < record["rollout/ess"] < 1
     assert ("emulated in float32: slow" in command.output) == (quantization != "int8")
+
+
+@pytest.mark.slow
+def test_a_server_on_two_devices_gets_blocks_of_the_slices_that_changed(task: Path, tmp_path: Path) -> None:
+    server = [*ONE_PROCESS, "rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2"]
+    server += [f"generate_config.vllm_server_timeout={patient(100):.0f}", "generate_config.infer_tensor_parallel_size=2"]
+    delta = ["generate_config.update_weight_mode=delta", "megatron_training.train_iters=3"]
+    command = finished(task, tmp_path, *server, *delta, "generate_config.quantization=mxfp8")
+    assert [record["rollout/weight_version"] for record in command.metrics] == [1, 2, 3]
+    for record in command.metrics:
+        assert 1e-5 < record["rollout/log_probs_diff_mean"] < 0.1 and 0.8 < record["rollout/ess"] < 1

@@ -1,4 +1,4 @@
-"""An engine in int8 proves the quantized weights of each push and computes with them; transformers' model is the reference."""
+"""A quantized engine proves the quantized weights of each push and computes with them; transformers' model is the reference."""
 
 from __future__ import annotations
 
@@ -245,13 +245,15 @@ def test_a_block_format_has_the_log_probs_of_its_definition(quantization: str, f
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "mxfp8", "w4a8"])
 @pytest.mark.parametrize("family", ["hybrid", "hybrid_moe", "qwen3_5_moe"])
-def test_gated_delta_nets_have_their_wide_projections_in_int8(family: str, tmp_path: Path) -> None:
-    result = _run(tmp_path, "bfloat16", family=family)  # the only format of vLLM's kernel
+def test_gated_delta_nets_have_their_wide_projections_quantized(family: str, quantization: str, tmp_path: Path) -> None:
+    result = _run(tmp_path, "bfloat16", family=family, quantization=quantization)  # the only format of vLLM's kernel
     linear = {"linear_attn.in_proj_qkvz.weight", "linear_attn.out_proj.weight"}
     assert linear <= set(result["first"]) and not [name for name in result["first"] if "in_proj_b" in name or "conv" in name]
-    # bfloat16 itself differs by as much
-    assert sum(result["exact"]) / len(result["exact"]) < 0.05 and sum(result["full"]) / len(result["full"]) < 0.05
+    # bfloat16 itself differs by as much as int8; 3 in 100 elements of E4M3 fall on the other side, which is 1/8 away
+    exact, full = {"int8": (0.05, 0.05), "mxfp8": (0.12, 0.15), "w4a8": (0.05, 0.4)}[quantization]
+    assert sum(result["exact"]) / len(result["exact"]) < exact and sum(result["full"]) / len(result["full"]) < full
 
 
 @pytest.mark.slow
