@@ -58,6 +58,20 @@ def apply() -> None:
     _applied = True
 
 
+def build_config(quantization: str, ignore: str) -> Any:
+    """Build vLLM's description of a model in this format; imports vLLM.
+
+    Args:
+        quantization: `generate_config.quantization`.
+        ignore: pattern of the names of layers that keep `dtype`.
+    """
+    apply()
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    owner: Any = get_quantization_config(METHOD)
+    return owner(quantization, ignore)
+
+
 def _register() -> None:
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
@@ -171,6 +185,10 @@ def _register() -> None:
         def __init__(self, quantization: str, ignore: str) -> None:
             super().__init__()
             self._quantization, self._ignore = quantization, re.compile(ignore)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Register it where it is read: processes of a server get it with vLLM's settings."""
+            return build_config, (self._quantization, self._ignore.pattern), vars(self)
 
         def get_name(self) -> Any:
             return METHOD

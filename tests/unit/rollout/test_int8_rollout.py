@@ -256,6 +256,25 @@ def test_gated_delta_nets_have_their_wide_projections_quantized(family: str, qua
     assert sum(result["exact"]) / len(result["exact"]) < exact and sum(result["full"]) / len(result["full"]) < full
 
 
+_SENT = """
+import json, multiprocessing, pickle, sys
+from mindspeed_rl.adaptors import engine_hooks
+from mindspeed_rl.adaptors.vllm_cpu_block_formats import build_config
+
+keys = engine_hooks().quantization_config("w4a8", 2)
+sent = pickle.dumps(build_config(keys["format"], keys["ignore"]))
+with multiprocessing.get_context("spawn").Pool(1) as pool:
+    read = pool.apply(pickle.loads, (sent,))
+print(json.dumps([keys["quant_method"], type(read).__name__, read.get_name(), read._quantization]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_of_a_server_gets_the_description_of_a_block_format() -> None:
+    name, kind, received, quantization = run_program(_SENT)
+    assert name == received == "mindspeed_rl_blocks" and (kind, quantization) == ("BlockConfig", "w4a8")
+
+
 @pytest.mark.slow
 def test_a_cache_in_fp8_changes_log_probs_and_nothing_else(tmp_path: Path) -> None:
     result = _run(tmp_path, "bfloat16", "fp8_e4m3")
