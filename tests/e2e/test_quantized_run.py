@@ -26,7 +26,8 @@ def test_a_model_learns_from_a_quantized_rollout_that_is_corrected(
 ) -> None:
     task = make_other_task(tmp_path / "task", model)
     length = ["megatron_training.train_iters=12", "megatron_training.save_interval=12", "+model.tiny_qwen25.num_experts=4"]
-    command = finished(task, tmp_path / "run", *ONE_PROCESS, *length, f"generate_config.quantization={quantization}")
+    quantized = [f"generate_config.quantization={quantization}", "rl_config.log_probs_diff_limit=auto"]
+    command = finished(task, tmp_path / "run", *ONE_PROCESS, *length, *quantized)
     scores = [record["grpo/score/mean"] for record in command.metrics]
     assert sum(scores[:2]) / 2 < 0.8 and sum(scores[-4:]) / 4 > 0.85
     for version, record in enumerate(command.metrics, 1):
@@ -42,8 +43,9 @@ def test_a_model_learns_from_a_quantized_rollout_that_is_corrected(
 def test_a_server_on_two_devices_gets_blocks_of_the_slices_that_changed(task: Path, tmp_path: Path) -> None:
     server = [*ONE_PROCESS, "rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2"]
     server += [f"generate_config.vllm_server_timeout={patient(100):.0f}", "generate_config.infer_tensor_parallel_size=2"]
-    delta = ["generate_config.update_weight_mode=delta", "megatron_training.train_iters=3"]
-    command = finished(task, tmp_path, *server, *delta, "generate_config.quantization=mxfp8")
+    delta = ["generate_config.update_weight_mode=delta", "rl_config.log_probs_diff_limit=auto"]
+    keys = ["generate_config.quantization=mxfp8", "megatron_training.train_iters=3"]
+    command = finished(task, tmp_path, *server, *delta, *keys)
     assert [record["rollout/weight_version"] for record in command.metrics] == [1, 2, 3]
     for record in command.metrics:
         assert 1e-5 < record["rollout/log_probs_diff_mean"] < 0.1 and 0.8 < record["rollout/ess"] < 1
