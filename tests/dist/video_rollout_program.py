@@ -36,7 +36,7 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 
-def main(folder: str, first: str, second: str, picture: str, quantization: Literal["int8", "mxfp8", "w4a8"] | None = None) -> None:
+def main(folder: str, first: str, second: str, picture: str, quantization: Any = None) -> None:
     """Print the number of proven parameters and the largest differences of log-probs."""
     rules, config = ImageRules.read(folder), MegatronConfig(**KEYS)
     assert rules is not None
