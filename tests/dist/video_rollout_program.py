@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import warnings
-from typing import Literal, cast
+from typing import Any
 
 warnings.filterwarnings("ignore")
 os.environ.update(MINDSPEED_RL_VISION="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
@@ -90,4 +90,4 @@ def main(folder: str, first: str, second: str, picture: str, quantization: Any =
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5], *cast("list[Literal['int8']]", sys.argv[5:]))
+    main(*sys.argv[1:5], *sys.argv[5:])
