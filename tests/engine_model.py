@@ -32,6 +32,7 @@ class EngineRank:
         expert_ranks, expert_rank: over how many ranks whole experts are spread, and this rank's number; 1 cuts each over `tp`.
         transposed: experts are held as [experts, in, out].
         dealt: rows of output projections are dealt out, the even ones first.
+        quantization: the format of matrices that have scales.
     """
 
     tp: int
@@ -43,6 +44,7 @@ class EngineRank:
     expert_rank: int = 0
     transposed: bool = False
     dealt: bool = False
+    quantization: str | None = "int8"
 
 
 class EngineModel(nn.Module):
@@ -63,10 +65,13 @@ class EngineModel(nn.Module):
             for name, size in sizes.items()
         }
 
-    @staticmethod
-    def _format(name: str, dtype: torch.dtype, sizes: Mapping[str, list[int]]) -> torch.dtype:
-        """Matrices that have scales are in int8, the scales in float32."""
-        return torch.int8 if f"{name}_scale" in sizes else torch.float32 if name.endswith("_scale") else dtype
+    def _format(self, name: str, dtype: torch.dtype, sizes: Mapping[str, list[int]]) -> torch.dtype:
+        """Matrices that have scales are in bytes, the scales in float32, or in a byte where they are powers of two."""
+        if f"{name}_scale" in sizes:
+            return torch.int8 if self._at.quantization == "int8" else torch.uint8
+        if name.endswith("_scale"):
+            return torch.uint8 if self._at.quantization == "mxfp8" else torch.float32
+        return dtype
 
     def named_parameters(self, *args: object, **kwargs: object):
         return iter(self._tensors.items())

@@ -44,6 +44,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu",
         "mindspeed_rl.adaptors.vllm_cpu_experts",
         "mindspeed_rl.adaptors.vllm_cpu_int8_experts",
+        "mindspeed_rl.adaptors.vllm_cpu_block_formats",
         "mindspeed_rl.adaptors.vllm_cpu_norm",
         "mindspeed_rl.adaptors.vllm_cpu_routing",
         "mindspeed_rl.adaptors.vllm_cpu_steps",

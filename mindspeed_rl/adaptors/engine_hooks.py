@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: ends of the names of parameters that vLLM computes from other ones: no checkpoint has them
 DERIVED = (".W_UV", ".W_UK_T", ".weight_offset")
+#: pattern of the names of layers that keep `dtype` in a quantized engine, as of `models.quantized_names`
+UNQUANTIZED_LAYERS = r"\.(gate|shared_expert_gate|kv_b_proj|in_proj_(ba|b|a))$|\bvisual\."
 
 
 def refresh_latent_attention(model: nn.Module) -> None:
@@ -77,12 +79,21 @@ class EngineHooks:
         """Return extra keyword arguments of `LLM(...)` for a run's rollout keys."""
         return {}
 
-    def quantization_config(self, num_layers: int) -> dict[str, Any]:
-        """Return vLLM's description of a model with matrices in int8, as a published model has it in its config.json.
+    def quantization_config(self, quantization: str, num_layers: int) -> dict[str, Any]:
+        """Return vLLM's description of a model with quantized matrices, as a published model has it in its config.json.
 
-        Scales of a row of weights are loaded, scales of a token are computed with each product (W8A8, dynamic).
+        Scales of weights are loaded, scales of a token are computed with each product.
+
+        Args:
+            quantization: `generate_config.quantization`.
+            num_layers: layers of the model.
+
+        Raises:
+            ValueError: this engine does not have the format.
         """
         del num_layers
+        if quantization != "int8":
+            raise ValueError(f"generate_config.quantization ({quantization}) is not available in this engine; int8 is")
         form = {"num_bits": 8, "type": "int", "symmetric": True}
         return {
             "quant_method": "compressed-tensors",
@@ -95,8 +106,7 @@ class EngineHooks:
                     "input_activations": form | {"strategy": "token", "dynamic": True},
                 }
             },
-            # as of `models.quantized_names`
-            "ignore": ["lm_head", r"re:.*\.(gate|shared_expert_gate|kv_b_proj|in_proj_(ba|b|a))$", r"re:.*\bvisual\..*"],
+            "ignore": ["lm_head", f"re:.*({UNQUANTIZED_LAYERS})"],
         }
 
     def before_load(self, model: nn.Module) -> None:

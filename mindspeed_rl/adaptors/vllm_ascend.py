@@ -258,12 +258,14 @@ class VllmAscendHooks(EngineHooks):
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}
         return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
 
-    def quantization_config(self, num_layers: int) -> dict[str, Any]:
+    def quantization_config(self, quantization: str, num_layers: int) -> dict[str, Any]:
         """Return the content of `quant_model_description.json`, which ModelSlim writes next to quantized weights.
 
         It is passed as a part of config.json, from which vllm-ascend takes it without a file. A name that a model does not have
         is ignored; one that is missing is an error of vllm-ascend.
         """
+        if quantization != "int8":
+            return super().quantization_config(quantization, num_layers)
         modules = [f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "qkv")]
         modules += [f"mlp.{name}_proj" for name in ("gate", "up", "down", "gate_up")]
         names = [f"model.layers.{layer}.{module}.weight" for layer in range(num_layers) for module in modules]

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.adaptors import vllm_cpu_linear
-from mindspeed_rl.adaptors.engine_hooks import EngineHooks
+from mindspeed_rl.adaptors import vllm_cpu_block_formats, vllm_cpu_linear
+from mindspeed_rl.adaptors.engine_hooks import UNQUANTIZED_LAYERS, EngineHooks
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
 from mindspeed_rl.importing import without
 
 if TYPE_CHECKING:
@@ -230,6 +231,12 @@ class VllmCpuHooks(EngineHooks):
         # A prompt cut over two engine steps is sampled once too often, and vLLM then rewinds the request's generator,
         # which a CPU generator cannot do ("CPU Generator does not use offset").
         return {"enable_chunked_prefill": False}
+
+    def quantization_config(self, quantization: str, num_layers: int) -> dict[str, Any]:
+        if QUANTIZED_FORMATS[quantization].is_emulated:
+            method = vllm_cpu_block_formats.METHOD
+            return {"quant_method": method, "format": quantization, "ignore": UNQUANTIZED_LAYERS}
+        return super().quantization_config(quantization, num_layers)
 
     def before_build(self, run_id: str) -> None:
         if torch.distributed.is_initialized():

@@ -25,7 +25,7 @@ from mindspeed_rl.adaptors import cpu_halves
 from mindspeed_rl.config.device_limits import PACKED_ELEMENTS
 
 #: numbers of rows for which oneDNN keeps a compiled product
-_KEPT_SHAPES = 32
+KEPT_SHAPES = 32
 
 
 class LiveLinear:
@@ -52,8 +52,8 @@ class LiveLinear:
             return nn.functional.linear(x, weight, bias)
         wide = cpu_halves.product_format(x.dtype)
         if wide == x.dtype:
-            return _kernels().onednn_mm(self._packed, x, bias)
-        return _kernels().onednn_mm(self._packed, x.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
+            return load_kernels().onednn_mm(self._packed, x, bias)
+        return load_kernels().onednn_mm(self._packed, x.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
 
     @property
     def packed_bytes(self) -> int:
@@ -66,7 +66,7 @@ class LiveLinear:
 
     def _pack(self, weight: Tensor) -> None:
         packed = weight.to(cpu_halves.product_format(weight.dtype)).contiguous()
-        self._packed = _kernels().create_onednn_mm(packed.t(), _KEPT_SHAPES)
+        self._packed = load_kernels().create_onednn_mm(packed.t(), KEPT_SHAPES)
         self._packed_bytes = packed.nbytes
 
 
@@ -74,10 +74,10 @@ class LiveInt8Linear(LiveLinear):
     """The product with an int8 weight [n, k] and scales [n, 1]; each row of x is quantized on its own, symmetrically."""
 
     def multiply(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        kernels = _kernels()
+        kernels = load_kernels()
         if self._packed is None:
             # True: scales of rows of x come with each product; False: there are no zero points
-            self._packed = kernels.create_onednn_scaled_mm(weight.t(), scales, x.dtype, True, False, _KEPT_SHAPES)
+            self._packed = kernels.create_onednn_scaled_mm(weight.t(), scales, x.dtype, True, False, KEPT_SHAPES)
             self._packed_bytes = weight.nbytes
         rows, x_scales, _ = kernels.onednn_scaled_int8_quant(x.reshape(-1, x.size(-1)), None, None, True)
         out = x.new_empty(rows.size(0), weight.size(0))
@@ -86,7 +86,7 @@ class LiveInt8Linear(LiveLinear):
 
 
 @functools.cache
-def _kernels() -> Any:
+def load_kernels() -> Any:
     # for every product of a decoding step
     import vllm._custom_ops
 
@@ -94,7 +94,7 @@ def _kernels() -> Any:
 
 
 def _is_packable(weight: Tensor, x: Tensor, min_elements: int) -> bool:
-    return _kernels()._supports_onednn and weight.dim() == 2 and weight.dtype == x.dtype and weight.numel() >= min_elements
+    return load_kernels()._supports_onednn and weight.dim() == 2 and weight.dtype == x.dtype and weight.numel() >= min_elements
 
 
 def apply() -> None:

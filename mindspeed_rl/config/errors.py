@@ -13,13 +13,15 @@ from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 
 _FP8 = (
     "vLLM's CPU build computes fp8 products only on processors with AMX, and vllm-ascend on devices after A2 and A3; set "
-    "int8, which both have (vllm-ascend names it ascend), or null for the format of dtype"
+    "int8, which both have (vllm-ascend names it ascend), mxfp8, which the CPU emulates, or null for the format of dtype"
 )
 #: key -> value that is not available -> the reason, and what is
 _NOT_AVAILABLE = {
     **NOT_AVAILABLE,
     "quantization": {
-        **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "mxfp8", "w8a8_mxfp8"), _FP8),
+        **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), _FP8),
+        "w8a8_mxfp8": "it is what vllm-ascend names mxfp8 with; set mxfp8",
+        "w4a8_dynamic": "it is the name of vllm-ascend; set w4a8, which the CPU has, or int8, which NPUs have too",
         "ascend": "it is what vllm-ascend names int8 with; set int8, on the NPU too",
     },
 }

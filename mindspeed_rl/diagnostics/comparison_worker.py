@@ -106,8 +106,10 @@ class ComparisonWorker(DeviceWorker):
         assert self.rollout.push is not None
         tensors = self.rollout.push.tensors_by_parameter()
         named = self.role.stream.named_tensors(self.rollout.dtype)
-        if self.run.generate.quantization is not None:
-            named = quantize_tensors(named, {tensor.dtype for name, tensor in pushed.items() if name.endswith("_scale")}.pop())
+        quantization = self.run.generate.quantization
+        if quantization is not None:
+            scales = {tensor.dtype for name, tensor in pushed.items() if name.endswith("_scale")}.pop()
+            named = quantize_tensors(named, quantization, scales)
         engine.load_weights(named, 2)
         findings = []
         for name, expected in _copies(engine.get_model()).items():

@@ -16,11 +16,11 @@ _CauseName = Literal[
 ]
 
 #: largest difference that rounding explains: of a token's log-prob, and of an activation relative to its largest number
-_LOG_PROB_NOISE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "int8": 0.5}
-_MEAN_NOISE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05, "int8": 0.05}
-_ACTIVATION_NOISE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1}
+_LOG_PROB_NOISE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "int8": 0.5, "mxfp8": 1.0, "w4a8": 2.0}
+_MEAN_NOISE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05, "int8": 0.05, "mxfp8": 0.1, "w4a8": 0.2}
+_ACTIVATION_NOISE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "mxfp8": 0.2, "w4a8": 0.4}
 #: coarsest last
-_TYPES = ("float32", "float16", "bfloat16", "int8")
+_TYPES = ("float32", "float16", "bfloat16", "int8", "mxfp8", "w4a8")
 #: a fitted temperature within this relative distance of the trainer's is the trainer's
 _TEMPERATURE_STEP = 5e-3
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_rl.config.device_limits import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import (
     TowerCosts,
@@ -75,11 +77,12 @@ def plan_engine(run: RunShape) -> Engine | None:
     model_config, architecture = run.actor.plan.model_config, run.actor.plan.architecture
     itemsize, tensor = 2 if generate.dtype == "bfloat16" else 4, engines.tensor
     elements = _count_rollout_elements(architecture, model_config, tensor, engines.expert_ranks)
-    int8 = 0
+    weights, quantized = elements * itemsize, 0
     if generate.quantization is not None:
-        # scales are below a hundredth
-        int8 = _count_rollout_elements(architecture, model_config, tensor, engines.expert_ranks, quantized=True)
-    weights = elements * itemsize - int8 * (itemsize - 1)
+        ranks = tensor, engines.expert_ranks
+        quantized = _count_rollout_elements(architecture, model_config, *ranks, quantized=True)
+        stored = _count_quantized_bytes(architecture, model_config, *ranks, generate.quantization, itemsize)
+        weights += stored - quantized * itemsize
     if model_config.multi_latent_attention:
         # the engine stores what its absorbed products need in addition to the projection itself
         widths = (model_config.qk_head_dim or 0) + (model_config.v_head_dim or 0)
@@ -87,8 +90,10 @@ def plan_engine(run: RunShape) -> Engine | None:
         weights += model_config.num_layers * elements * itemsize
     packed = 0
     if not run.device.sleeps:
-        is_int8 = generate.quantization is not None
-        packed = int8 + _count_packed_elements(architecture, model_config, tensor, quantized=is_int8) * itemsize
+        quantizes = generate.quantization is not None
+        packed = _count_packed_elements(architecture, model_config, tensor, quantized=quantizes) * itemsize
+        if generate.quantization is not None:  # an emulated format is multiplied in float32
+            packed += quantized * (4 if QUANTIZED_FORMATS[generate.quantization].is_emulated else 1)
     adapters = 0
     if generate.lora_push == "adapter":
         rank = engine_adapter_rank(run.cfg.actor_config.lora_r)
@@ -140,12 +145,33 @@ def plan_engine(run: RunShape) -> Engine | None:
 def _count_rollout_elements(
     architecture: Architecture, model_config: ModelConfig, tensor: int, expert_ranks: int, *, quantized: bool = False
 ) -> int:
-    """Count the weights of one rank of the rollout engine, under the engine's rules of sharding; or those in int8 only.
+    """Count the weights of one rank of the rollout engine, or the quantized ones only."""
+    return sum(
+        size * _count_quantized(op) // sum(map(math.prod, op.shapes)) if quantized else size
+        for op, size in _list_engine_rows(architecture, model_config, tensor, expert_ranks)
+    )
+
+
+@lru_cache(maxsize=256)
+def _count_quantized_bytes(
+    architecture: Architecture, model_config: ModelConfig, tensor: int, expert_ranks: int, quantization: str, itemsize: int
+) -> int:
+    """Count the bytes of elements and scales of the quantized matrices on one rank of the rollout engine."""
+    sizes, total = QUANTIZED_FORMATS[quantization], 0
+    for op, size in _list_engine_rows(architecture, model_config, tensor, expert_ranks):
+        shapes = [(shape[0], shape[1]) for shape in _list_quantized(op)]
+        total += sizes.count_bytes(shapes, itemsize) * size // sum(map(math.prod, op.shapes))
+    return total
+
+
+def _list_engine_rows(
+    architecture: Architecture, model_config: ModelConfig, tensor: int, expert_ranks: int
+) -> Iterator[tuple[WeightOp, int]]:
+    """Yield the rows of the table with their elements on one rank of the rollout engine, under the engine's rules of sharding.
 
     Query, key and value are sharded by heads (a rank has one key/value head at least), the low-rank down projections of latent
     attention are replicated, and experts are spread over `expert_ranks` where those are above 1.
     """
-    total = 0
     for op in list_grouped_ops(architecture, model_config.pad_vocab(1, 1)):
         # the engine has one matrix for a tied head, and loads no prediction layers
         if op.copy_of_tied or op.section == "mtp":
@@ -154,13 +180,16 @@ def _count_rollout_elements(
             size = math.prod(op.shard_shape()) // expert_ranks
         else:
             size = _on_engine_rank(op, model_config, tensor)
-        total += size * _count_quantized(op) // sum(map(math.prod, op.shapes)) if quantized else size
-    return total
+        yield op, size
+
+
+def _list_quantized(op: WeightOp) -> list[tuple[int, ...]]:
+    """Return the shapes of the HF tensors of a row of the table that engines have quantized."""
+    return [shape for name, shape in zip(op.hf, op.shapes) if len(shape) == 2 and is_quantized(name)]
 
 
 def _count_quantized(op: WeightOp) -> int:
-    """Count the elements of the HF tensors of a row of the table that engines have in int8."""
-    return sum(math.prod(shape) for name, shape in zip(op.hf, op.shapes) if len(shape) == 2 and is_quantized(name))
+    return sum(map(math.prod, _list_quantized(op)))
 
 
 def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int:
@@ -192,7 +221,7 @@ def _count_packed_elements(
 ) -> int:
     """Count the elements that a rank of the CPU's engine also holds packed: of large linear layers and the head.
 
-    With `quantized` those in int8 are left out: engines hold all of these packed, of any size.
+    With `quantized` the quantized ones are left out: engines hold all of these packed, of any size.
 
     Matrices that the engine has as one (query, key and value; gate and up) count as one here too.
     """

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.architecture import Architecture
@@ -666,7 +667,10 @@ def _read_bytes(run: RunShape, weights: int) -> Callable[[float], float]:
     if not model_config.moe_layers:
         return lambda active: float(weights)
     assert generate is not None and model_config.num_moe_experts is not None and model_config.moe_ffn_hidden_size is not None
-    itemsize = 1 if generate.quantization is not None else 2 if generate.dtype == "bfloat16" else 4
+    itemsize = 2.0 if generate.dtype == "bfloat16" else 4.0
+    if generate.quantization is not None:
+        row = model_config.hidden_size
+        itemsize = QUANTIZED_FORMATS[generate.quantization].count_bytes([(1, row)], int(itemsize)) / row
     sharing = generate.infer_expert_parallel_size if generate.enable_expert_parallel else 1
     ranks = generate.infer_tensor_parallel_size * sharing
     # three matrices an expert: gate, up and down

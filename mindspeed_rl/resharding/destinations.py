@@ -33,6 +33,8 @@ _MAX_RUNS = 64
 _CHUNK = 1 << 22  # elements compared at a time: as int64 codes they take four times the room of halves
 
 _HALVES = (torch.bfloat16, torch.float16)
+#: types of quantized matrices and scales
+_BYTES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def read_destinations(
     dtype: torch.dtype,
     *,
     skip: tuple[str, ...] = (),
-    quantized: Collection[str] = (),
+    stored: Mapping[str, torch.dtype] | None = None,
 ) -> Destinations:
     """Read from an engine where it puts each tensor; its weights are meaningless afterwards.
 
@@ -187,24 +189,29 @@ def read_destinations(
         shapes: shapes of all HF tensors, in the order of a checkpoint.
         dtype: dtype of the tensors that the engine is given.
         skip: suffixes of names of parameters that are computed from others.
-        quantized: tensors that the engine is given, and stores, in int8.
+        stored: tensors that the engine is given, and stores, in another type (`quantization.stored_dtypes`).
 
     Raises:
         RuntimeError: a parameter of the engine has content that was not given, or another format.
     """
     parameters = (parameter for name, parameter in model.named_parameters() if not name.endswith(skip))
-    in_int8 = any(parameter.dtype == torch.int8 for parameter in parameters)
-    if in_int8 != bool(quantized):
-        raise RuntimeError(
-            f"weight push: the rollout engine has {'' if in_int8 else 'no '}matrices in int8, and the trainer sends "
-            f"{'some' if quantized else 'none'}: generate_config.quantization of both must be the same."
+    stored = stored or {}
+    found = {parameter.dtype for parameter in parameters if parameter.dtype in _BYTES}
+    if found != set(stored.values()):
+        actual, sent = (
+            " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "dtype"
+            for kinds in (found, stored.values())
         )
-    return _Reader(model, load, shapes, dtype, skip, frozenset(quantized)).read()
+        raise RuntimeError(
+            f"weight push: the rollout engine has its matrices in {actual}, and the trainer sends {sent}: "
+            "generate_config.quantization of both must be the same."
+        )
+    return _Reader(model, load, shapes, dtype, skip, stored).read()
 
 
 def _encode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Return elements of a type whose upper bits are codes of the numbers, which are below _BASE (of one byte: _BYTE_BASE)."""
-    if dtype == torch.int8:
+    if dtype in _BYTES:
         return (numbers + 1).to(torch.uint8).view(dtype)
     codes = numbers + _MIN_NORMAL
     if dtype in _HALVES:
@@ -214,7 +221,7 @@ def _encode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _decode(elements: Tensor) -> Tensor:
     """Return the numbers that `_encode` took; negative where nothing was loaded."""
-    if elements.dtype == torch.int8:
+    if elements.dtype in _BYTES:
         return elements.contiguous().view(torch.uint8).to(torch.int64) - 1
     if elements.dtype in _HALVES:
         return elements.contiguous().view(torch.int16).to(torch.int64) - _MIN_NORMAL
@@ -284,10 +291,10 @@ class _Reader:
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         skip: tuple[str, ...],
-        quantized: frozenset[str],
+        stored: Mapping[str, torch.dtype],
     ) -> None:
-        self._load, self._dtype, self._shapes, self._quantized = load, dtype, shapes, quantized
-        self._base = _BYTE_BASE if quantized else _BASE
+        self._load, self._dtype, self._shapes, self._stored = load, dtype, shapes, stored
+        self._base = _BYTE_BASE if stored else _BASE
         self._names = list(shapes)
         parameters = {name: _squeeze(value.data) for name, value in model.named_parameters() if not name.endswith(skip)}
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.numel()}
@@ -361,7 +368,7 @@ class _Reader:
                     codes = _index_elements(kind, index, rows, columns)
                 else:
                     codes = _mix_indexes(kind, salt, index, rows, columns)
-                dtype = torch.int8 if name in self._quantized else self._dtype
+                dtype = self._stored.get(name, self._dtype)
                 elements = _encode((codes // factor % self._base).to(self._device), dtype)
                 full = elements.expand(rows, columns)
                 yield name, full[:, 0] if len(shape) == 1 else full.unsqueeze(1) if len(shape) == 3 else full.reshape(shape)

@@ -37,7 +37,7 @@ class ServedModel:
     Attributes:
         holders: see `TrainedWeights`.
         shapes: shapes of all HF tensors, in forward order.
-        quantized: matrices that are sent in int8.
+        quantized, quantization: see `TrainedWeights`.
         predicted: see `TrainedWeights`.
     """
 
@@ -47,6 +47,7 @@ class ServedModel:
     bucket_bytes: int
     delta: bool
     quantized: tuple[str, ...]
+    quantization: str | None
     predicted: tuple[str, ...]
 
 
@@ -115,7 +116,8 @@ class WeightSyncGroup:
         nodes = _gather_nodes(exchange, device)
         destinations = read(model)
         trained = TrainedWeights(
-            model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies, model.quantized, model.predicted
+            *(model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies),
+            *(model.quantized, model.quantization, model.predicted),
         )
         return WeightPush(
             trained, destinations, exchange, replica=replica, derived=derived, delta=model.delta, relays=True
@@ -135,16 +137,17 @@ def _pack(trained: TrainedWeights, delta: bool) -> bytes:
         for name, slices in trained.holders.items()
     }
     copies = dict(trained.copies or {})
-    rest = [trained.bucket_bytes, delta, trained.quantized, trained.predicted]
+    rest = [trained.bucket_bytes, delta, trained.quantized, trained.quantization, trained.predicted]
     fields = [holders, list(groups), dict(trained.shapes), copies, *rest]
     return zlib.compress(json.dumps(fields).encode(), 1)
 
 
 def _unpack(content: bytes) -> ServedModel:
-    packed, groups, shapes, copies, bucket_bytes, delta, quantized, predicted = json.loads(zlib.decompress(content))
+    packed, groups, shapes, copies, *rest = json.loads(zlib.decompress(content))
+    bucket_bytes, delta, quantized, quantization, predicted = rest
     holders = {
         name: {tuple((start, stop) for start, stop in tensor_slice): groups[index] for tensor_slice, index in slices}
         for name, slices in packed.items()
     }
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
-    return ServedModel(holders, shapes, copies, bucket_bytes, delta, tuple(quantized), tuple(predicted))
+    return ServedModel(holders, shapes, copies, bucket_bytes, delta, tuple(quantized), quantization, tuple(predicted))

@@ -23,7 +23,8 @@ class TrainedWeights:
         bucket_bytes: limit of the bytes in flight on a member in one exchange.
         find_node: returns the machine of a member.
         copies: HF tensors that repeat another one: copy -> owner. An engine need not take them.
-        quantized: matrices that the engines have in int8 (`quantization.quantize_side`).
+        quantized: matrices that the engines have in another number format (`quantization.quantize_side`).
+        quantization: that format, a value of `generate_config.quantization`; None without quantized matrices.
         predicted: tensors of multi-token-prediction layers. An engine takes all, where they make its drafts, or none.
     """
 
@@ -35,4 +36,5 @@ class TrainedWeights:
     find_node: Callable[[int], int] = lambda rank: 0
     copies: Mapping[str, str] | None = None
     quantized: tuple[str, ...] = ()
+    quantization: str | None = None
     predicted: tuple[str, ...] = ()

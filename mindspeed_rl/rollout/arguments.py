@@ -137,7 +137,9 @@ def _override_config(config: GenerateConfig, hooks: EngineHooks, hf_config: Mapp
     if "quantization_config" in hf_config or config.quantization is not None:
         # the format of the trainer's weights, also where the published ones are quantized
         overrides["quantization_config"] = (
-            None if config.quantization is None else hooks.quantization_config(hf_config["num_hidden_layers"])
+            None
+            if config.quantization is None
+            else hooks.quantization_config(config.quantization, hf_config["num_hidden_layers"])
         )
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) == "dynamic" and "alpha" not in rope:

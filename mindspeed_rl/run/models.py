@@ -21,13 +21,16 @@ from mindspeed_rl.checkpoint.model_source import (
 from mindspeed_rl.checkpoint.other_engine import check_source
 from mindspeed_rl.config import ConfigError, GenerateConfig, MegatronConfig, RunConfig
 from mindspeed_rl.config.model_metadata import find_adapter_base
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
 from mindspeed_rl.config.run import Derivation
 from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import read_json
+from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_model, read_model
+from mindspeed_rl.models.quantized_names import is_quantized
 from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
@@ -159,6 +162,8 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
             f"generate_config.quantization ({generate.quantization}) is not available for {plan.architecture.name}, which has"
             f" {kinds[0]}; among such models it has {', '.join(_INT8_MODELS)}; leave it out"
         )
+    if generate.quantization is not None:
+        _check_blocks(model, generate, generate.quantization)
     if platform == "cpu" and plan.model_config.sparse_attention is not None:
         raise ValueError(
             f"actor_config: vLLM's CPU build has no sparse attention, which this model ({plan.architecture.name}) has; {slow}"
@@ -168,6 +173,28 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
             "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes only "
             f"bfloat16; set it, or {slow}"
         )
+
+
+def _check_blocks(model: RoleModel, generate: GenerateConfig, quantization: str) -> None:
+    """Raise ValueError where elements that share a scale are on different ranks of the trainer or of an engine."""
+    block, role, plan = QUANTIZED_FORMATS[quantization].block, model.config, model.plan
+    if block is None:
+        return
+    infer = 1 if generate.enable_expert_parallel else generate.infer_tensor_parallel_size
+    trained = {"tp": role.tensor_model_parallel_size, "etp": plan.layout.expert_tp_size}
+    served = {"tp": generate.infer_tensor_parallel_size, "etp": infer}
+    for op in plan.architecture.weight_ops(plan.model_config, ExpertPacking("grouped", 1)):
+        for name, shape, split in zip(op.hf, op.shapes, op.splits):
+            if len(shape) != 2 or not is_quantized(name):
+                continue
+            for side, ranks in (("trainer", trained), ("rollout engine", served)):
+                count = ranks[op.axis] if split.dim == 1 else 1
+                if shape[1] % (block * count):
+                    raise ValueError(
+                        f"generate_config.quantization ({quantization}) needs a multiple of {block} elements of a row on each "
+                        f"rank: {name} has {shape[1]}, on {count} tensor-parallel ranks of the {side}; use "
+                        f"{'fewer ranks' if shape[1] % block == 0 else 'int8'}, or leave it out"
+                    )
 
 
 def _list_kinds(model_config: ModelConfig) -> list[str]:

@@ -24,6 +24,7 @@ from mindspeed_rl.adaptors.vllm_async import find_worker_index
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
 from mindspeed_rl.resharding.disaggregated import ServedModel, WeightSyncGroup
 from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.quantization import stored_dtypes
 from mindspeed_rl.resharding.rendezvous import DeliveryReport, Rendezvous
 
 #: process that owns the engine, and its start time; the workers end with it
@@ -143,7 +144,7 @@ class EngineExtension:
                 shapes,
                 self.model_config.dtype,
                 skip=DERIVED,
-                quantized=served.quantized,
+                stored=stored_dtypes(served.quantized, served.quantization),
             )
             self._weights_destinations = known
         return known

@@ -33,7 +33,7 @@ from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
-from mindspeed_rl.resharding.quantization import quantize_side
+from mindspeed_rl.resharding.quantization import quantize_side, stored_dtypes
 from mindspeed_rl.resharding.transfer import WeightSource
 from mindspeed_rl.rollout.agents.loop import Task
 from mindspeed_rl.rollout.arguments import EngineArguments
@@ -286,10 +286,11 @@ class RolloutReplica:
             config = self.run.generate
             trained = stream.with_predictions if self.engine.syncs_drafts else stream.trained
             trained = stream.base if base_only else trained
-            trained = trained if config.quantization is None else quantize_side(trained)
+            trained = trained if config.quantization is None else quantize_side(trained, config.quantization)
+            stored = stored_dtypes(trained.quantized, trained.quantization)
             self.push = WeightPush(
                 replace(trained, bucket_bytes=config.update_weights_bucket_mb << 20),
-                read_destinations(model, load, trained.shapes, self.dtype, skip=DERIVED, quantized=trained.quantized),
+                read_destinations(model, load, trained.shapes, self.dtype, skip=DERIVED, stored=stored),
                 Exchange.from_world(),
                 replica=self._weights_index,
                 derived=DERIVED,

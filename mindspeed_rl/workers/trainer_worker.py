@@ -308,9 +308,10 @@ class TrainerWorker(ActorPhases):
             self.actor.offloader.onload(params=True)
             try:
                 if group not in self._pushes:
-                    stream, is_whole = self.actor.stream, generate.quantization is None
+                    stream, quantization = self.actor.stream, generate.quantization
                     # each server takes the prediction layers where they make its drafts
-                    trained = stream.with_predictions if is_whole else quantize_side(stream.trained)
+                    is_whole = quantization is None
+                    trained = stream.with_predictions if is_whole else quantize_side(stream.trained, quantization)
                     trained = replace(trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
                     is_delta = generate.update_weight_mode == "delta"
                     self._pushes[group] = self._groups[group].build_trainer_push(trained, delta=is_delta)

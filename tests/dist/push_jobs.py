@@ -19,7 +19,7 @@ from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import _find_stage, rank_positions, training_slices
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
-from mindspeed_rl.resharding.quantization import quantize_side
+from mindspeed_rl.resharding.quantization import quantize_side, stored_dtypes
 from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.resharding.transfer import Sources
 
@@ -65,7 +65,7 @@ class Case:
     bucket_bytes: int = 6000
     dtype: torch.dtype = torch.float32
     updates: int = 3
-    quantized: bool = False
+    quantization: str | None = None
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
@@ -118,6 +118,37 @@ def in_int8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return results
 
 
+def in_mxfp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same by the definition of MXFP8: of 32 neighbours 2^(floor(log2(largest)) - 8), and E4M3 of the quotients."""
+    results = {}
+    for name, tensor in tensors.items():
+        results[name] = tensor
+        if name.endswith("_proj.weight"):
+            blocks = tensor.double().reshape(len(tensor), -1, 32)
+            exponents = blocks.abs().amax(-1).log2().floor() - 8
+            elements = (blocks / 2 ** exponents[..., None]).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+            results[name] = elements.view(torch.uint8).reshape(tensor.shape)
+            results[f"{name}_scale"] = (exponents + 127).to(torch.uint8)
+    return results
+
+
+def in_w4a8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same by the definition of int4 with a scale of 32 neighbours; the element with the even index is in the low bits."""
+    results = {}
+    for name, tensor in tensors.items():
+        results[name] = tensor
+        if name.endswith("_proj.weight"):
+            blocks = tensor.float().reshape(len(tensor), -1, 32)
+            scales = blocks.abs().amax(-1) / 7
+            numbers = (blocks / scales[..., None]).round().int().reshape(tensor.shape) % 16
+            results[name] = (numbers[:, ::2] + 16 * numbers[:, 1::2]).to(torch.uint8)
+            results[f"{name}_scale"] = scales
+    return results
+
+
+BY_DEFINITION = {"int8": in_int8, "mxfp8": in_mxfp8, "w4a8": in_w4a8}
+
+
 class Side:
     """One rank's training shards and engine, as the case says; without `meets` there is no push between them."""
 
@@ -138,8 +169,8 @@ class Side:
         held = training_slices(self.ops, self.layout, self.places)
         sources = Sources(self.shards, {}) if self.shards else None
         self.trained = TrainedWeights(held, shapes, sources, torch.device("cpu"), case.bucket_bytes)
-        if case.quantized:
-            self.trained = quantize_side(self.trained)
+        if case.quantization is not None:
+            self.trained = quantize_side(self.trained, case.quantization)
             shapes = dict(self.trained.shapes)
         self.engine: EngineModel | None = None
         result: Destinations | None = None
@@ -156,10 +187,11 @@ class Side:
                 (rank - first) % case.expert_ranks,
                 case.transposed,
                 case.dealt,
+                case.quantization,
             )
             self.engine, self.reference = EngineModel(shapes, at, case.dtype), EngineModel(shapes, at, case.dtype)
-            names = self.trained.quantized
-            result = read_destinations(self.engine, self.engine.load_weights, shapes, case.dtype, quantized=names)
+            stored = stored_dtypes(self.trained.quantized, case.quantization)
+            result = read_destinations(self.engine, self.engine.load_weights, shapes, case.dtype, stored=stored)
         self.destinations = result
         if meets:
             self.push = WeightPush(self.trained, result, self.exchange, replica=self.replica, delta=case.delta)
@@ -216,8 +248,8 @@ def deliver(case: Case) -> dict[str, Any]:
         for update in range(case.updates):
             tensors = weights_of(side.ops, update, case.dtype, **case.keywords)
             side.train(tensors)
-            if case.quantized:
-                tensors = in_int8(tensors)
+            if case.quantization is not None:
+                tensors = BY_DEFINITION[case.quantization](tensors)
             side.push.write(side.engine)
             report["differing"].append(side.differing(tensors))
             report["proven"].append(side.push.prove(side.engine).num_parameters)

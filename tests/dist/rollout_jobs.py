@@ -36,7 +36,7 @@ from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
-from mindspeed_rl.resharding.quantization import quantize_side
+from mindspeed_rl.resharding.quantization import quantize_side, stored_dtypes
 from mindspeed_rl.resharding.transfer import WeightSource
 from mindspeed_rl.rollout.module_engine import ModuleEngine
 from mindspeed_rl.rollout.requests import Completion, Sampling, sample_seed
@@ -58,7 +58,7 @@ class Pair:
     rollout: Any  # of either kind
     infer_tp: int
     delta: bool = False
-    quantized: bool = False
+    quantization: str | None = None
     dtype: torch.dtype = torch.float32
     version: int = -1
     _push: WeightPush | None = None
@@ -71,9 +71,9 @@ class Pair:
     def _write(self, model: Any) -> None:
         if self._push is None:
             trained = self.stream.with_predictions if self.rollout.syncs_drafts else self.stream.trained
-            trained = quantize_side(trained) if self.quantized else trained
-            load, names = model.load_weights, trained.quantized
-            result = read_destinations(model, load, trained.shapes, self.dtype, skip=DERIVED, quantized=names)
+            trained = trained if self.quantization is None else quantize_side(trained, self.quantization)
+            load, stored = model.load_weights, stored_dtypes(trained.quantized, trained.quantization)
+            result = read_destinations(model, load, trained.shapes, self.dtype, skip=DERIVED, stored=stored)
             layout = self.rollout.layout
             replica = dist.get_rank() // (layout.tensor * layout.sharing)
             self._push = WeightPush(

@@ -54,10 +54,15 @@ def test_the_engine_answers_about_the_trainers_frames(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "qwen3_moe"])
-def test_the_language_model_answers_in_int8_about_frames_of_the_tower_in_float32(name: str, tmp_path: Path) -> None:
-    report = answer(name, tmp_path, "int8")
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("qwen2.5", "int8"), ("qwen3", "int8"), ("qwen3_moe", "int8"), ("qwen2.5", "mxfp8"), ("qwen3", "w4a8")],
+)
+def test_the_quantized_language_model_answers_about_frames_of_the_tower_in_float32(
+    name: str, quantization: str, tmp_path: Path
+) -> None:
+    report = answer(name, tmp_path, quantization)
     assert report.pop("int8") == 3 * 4  # of each layer: query, key and value; output; gate and up; down, of an MLP or experts
     # some token of a model with experts chooses another one
-    most = 0.3 if name == "qwen3_moe" else 0.1
+    most = (0.3 if name == "qwen3_moe" else 0.1) * {"int8": 1, "mxfp8": 4, "w4a8": 8}[quantization]
     assert report.keys() == {"v", "viv", "iv", ""} and 1e-5 < min(report.values()) and max(report.values()) < most, report

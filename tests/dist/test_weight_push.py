@@ -25,6 +25,7 @@ def _written(entry: str, config: Any, **changes: Any) -> dict[str, Any]:
 TIED = _written("Qwen2ForCausalLM", Qwen2Config(**_SIZES, tie_word_embeddings=True))
 ONE_HEAD = _written("Qwen2ForCausalLM", Qwen2Config(**_SIZES | {"num_key_value_heads": 1}, tie_word_embeddings=False))
 FOUR_HEADS = _written("Qwen2ForCausalLM", Qwen2Config(**_SIZES | {"num_key_value_heads": 4, "vocab_size": 96}))
+WIDE = FOUR_HEADS | {"hidden_size": 128, "intermediate_size": 256}
 MOE = _written("Qwen3MoeForCausalLM", Qwen3MoeConfig(**_SIZES, **_EXPERTS))
 SHARED = _written("Qwen2MoeForCausalLM", Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=32))
 LATENT = _written(
@@ -53,9 +54,12 @@ CASES = {
     "EP2 to TP2": (2, Case(MOE, {"ep": 2}, 2, transposed=True)),
     "EP2 grouped to TP1x2, shared experts": (2, Case(SHARED, {"ep": 2}, 1, grouped=True)),
     "PP2 to TP2, a loader that deals out rows": (2, Case(TIED | {"hidden_size": 160}, PP, 2, dealt=True, bucket_bytes=50000)),
-    "TP2 PP2 to TP2x2, int8": (4, Case(FOUR_HEADS, TP_PP, 2, quantized=True)),
-    "TP2 to TP1x2, bfloat16 in int8": (2, Case(TIED, TP, 1, quantized=True, dtype=torch.bfloat16)),
-    "disjoint TP2 to TP2, int8, only changes": (4, Case(TIED, TP, 2, train_ranks=2, quantized=True, delta=True)),
+    "TP2 PP2 to TP2x2, int8": (4, Case(FOUR_HEADS, TP_PP, 2, quantization="int8")),
+    "TP2 to TP1x2, bfloat16 in int8": (2, Case(TIED, TP, 1, quantization="int8", dtype=torch.bfloat16)),
+    "disjoint TP2 to TP2, int8, only changes": (4, Case(TIED, TP, 2, train_ranks=2, quantization="int8", delta=True)),
+    "TP4 to TP2x2, mxfp8": (4, Case(WIDE, {"tp": 4}, 2, quantization="mxfp8")),
+    "disjoint TP2 to TP2, mxfp8, only changes": (4, Case(WIDE, TP, 2, train_ranks=2, quantization="mxfp8", delta=True)),
+    "TP2 to TP1x2, bfloat16 in w4a8": (2, Case(WIDE, TP, 1, quantization="w4a8", dtype=torch.bfloat16)),
     "TP2 to TP1x2, latent in bfloat16 with a float32 buffer": (2, Case(LATENT, TP, 1, dtype=torch.bfloat16)),
 }
 

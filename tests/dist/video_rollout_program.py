@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import warnings
-from typing import Literal, cast
+from typing import Any
 
 warnings.filterwarnings("ignore")
 os.environ.update(MINDSPEED_RL_VISION="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
@@ -36,7 +36,7 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 
-def main(folder: str, first: str, second: str, picture: str, quantization: Literal["int8"] | None = None) -> None:
+def main(folder: str, first: str, second: str, picture: str, quantization: Any = None) -> None:
     """Print the number of proven parameters and the largest differences of log-probs."""
     rules, config = ImageRules.read(folder), MegatronConfig(**KEYS)
     assert rules is not None
@@ -62,10 +62,11 @@ def main(folder: str, first: str, second: str, picture: str, quantization: Liter
     )
     sampling = Sampling(TEMPERATURE, 12, (1,))
     rollout = VllmEngine(folder, generate, sampling, run_id="video", kv_bytes_per_token=4096, image_rules=rules)
-    pair = Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, 1, quantized=quantization is not None)
+    pair = Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, 1, quantization=quantization)
     pair.push()
-    kinds = [parameter.dtype for parameter in rollout.get_model().parameters()]
-    report: dict[str, object] = {"proven": pair.prove(), "int8": kinds.count(torch.int8)}
+    named = rollout.get_model().named_parameters()
+    kinds = [parameter.dtype for name, parameter in named if not name.endswith("_scale")]
+    report: dict[str, object] = {"proven": pair.prove(), "int8": kinds.count(torch.int8) + kinds.count(torch.uint8)}
     videos = [reader.read_video(video) for video in (first, {"video": second, "fps": 1.5})]
     start, end = rules.frame
     assert rules.video is not None
@@ -89,4 +90,4 @@ def main(folder: str, first: str, second: str, picture: str, quantization: Liter
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5], *cast("list[Literal['int8']]", sys.argv[5:]))
+    main(*sys.argv[1:5], *sys.argv[5:])

@@ -109,11 +109,12 @@ class GenerateConfig:
         "推理权重的数值格式；bf16 为 false 时必须是 float32，否则不是", on_resume="exact")
     fp32_lm_head: bool | None = key(None, "logits of a bfloat16 engine in float32; unset: as the actor's",
         "bfloat16 引擎的 logits 用 float32 计算；不设时与 actor 相同", on_resume="exact")
-    quantization: Literal["int8"] | None = key(None,
-        "format of the engine's matrices of attention and MLP: int8, with a scale for each row of weights and for each token "
-        "(W8A8), quantized from the trained weights at each weight sync; unset: dtype",
-        "引擎中注意力与 MLP 矩阵的格式：int8，权重每行、每个 token 各一个 scale（W8A8），每次推送时由训练权重量化；"
-        "不设时同 dtype",
+    quantization: Literal["int8", "mxfp8", "w4a8"] | None = key(None,
+        "format of the engine's matrices of attention, MLP and experts, quantized from the trained weights at each weight "
+        "sync; int8: a scale per row of weights and per token (W8A8); mxfp8: E4M3 with a power of two per 32 elements; w4a8: "
+        "int4 with a scale per 32 elements, int8 activations; unset: dtype",
+        "引擎中注意力、MLP 与专家矩阵的格式，每次推送时由训练权重量化；int8：权重每行、每个 token 各一个 scale（W8A8）；"
+        "mxfp8：E4M3，每 32 个元素共用一个 2 的幂；w4a8：int4 权重每 32 个元素一个 scale，激活为 int8；不设时同 dtype",
         elsewhere="rollout_quantization vllm_quantization rollout.quantization", on_resume="exact")
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = key("auto",
         "format of the engine's keys and values; auto: dtype", "引擎 KV cache 的格式；auto 同 dtype",

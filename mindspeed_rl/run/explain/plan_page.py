@@ -10,6 +10,7 @@ from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Range
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import Sizes, batch_table, round_number
 from mindspeed_rl.run.divisions import list_moved_keys, moves_devices
@@ -232,7 +233,7 @@ def _shorten_groups(groups: list[list[int]]) -> str:
 
 
 def _describe_samples(run: Run) -> str:
-    """Return phrases about turns, spare samples, drafts, int8 and exact log-probs; empty where there is none."""
+    """Return phrases about turns, spare samples, drafts, quantized matrices and exact log-probs; empty where there is none."""
     if run.config.rl_config is None or run.config.generate_config is None:
         return ""
     rl, generate, phrases = run.rl, run.generate, list[str]()
@@ -245,7 +246,10 @@ def _describe_samples(run: Run) -> str:
         phrases.append(_describe_drafts(generate.drafts, run.config.platform))
     if generate.quantization is not None:
         mode = rl.rollout_importance_sampling_mode or "none, and the difference of the two policies stays in the update"
-        phrases.append(f"the engine's matrices are in {generate.quantization}, corrected by {mode}")
+        sizes = QUANTIZED_FORMATS[generate.quantization]
+        emulated = sizes.is_emulated and run.config.platform in ("cpu", "auto")
+        slow = " (emulated in float32: slow, and no memory is saved)" if emulated else ""
+        phrases.append(f"the engine's matrices are in {generate.quantization}{slow}, corrected by {mode}")
     if rl.exact_log_probs:
         count = run.config.exact_slices
         slices = f", with sums over ranks in {count} slices" if count > 1 else ""

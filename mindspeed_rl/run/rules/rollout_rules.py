@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS, RLConfig
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE
 from mindspeed_rl.run.rules.violation import Broken, needs, read_key, violate
@@ -463,11 +464,16 @@ def _quantization(run: Run) -> Iterator[Broken]:
         return
     actor, metadata, drafts = cfg.with_shape("actor_config"), cfg.model_metadata.get("actor_config"), generate.drafts or {}
     gated = metadata is not None and metadata.shape.linear_heads
+    nz = "vllm-ascend 0.23 lays int8 experts out in FRACTAL_NZ at load, which no weight sync can write; cpu has it"
     is_npu, unseen = cfg.platform == "npu", "on npu: no run with vllm-ascend has proven its layout yet; cpu has it"
+    sizes = QUANTIZED_FORMATS[generate.quantization]
+    compiled = sizes.is_emulated and not generate.enforce_eager
     for is_on, other, reason in (
         (cfg.platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
+        (is_npu and sizes.absent_on_npu, None, f"on npu: {sizes.absent_on_npu}"),
+        (compiled, "enforce_eager", "with enforce_eager (false): it is emulated by Python, which is not in compiled code"),
         (is_npu and generate.dtype == "float32", "dtype", "in float32 on npu: vllm-ascend has it for bfloat16"),
-        (is_npu and not _is_dense(run) and actor.num_experts, None, f"with the experts of this model {unseen}"),
+        (is_npu and not _is_dense(run) and actor.num_experts, None, f"with the experts of this model on npu: {nz}"),
         (is_npu and actor.multi_latent_attention, None, f"with latent attention {unseen}"),
         (is_npu and gated, None, f"with the gated delta nets of this model {unseen}"),
         (is_npu and cfg.reads_images, None, f"with a model of images {unseen}"),

@@ -28,7 +28,7 @@ from mindspeed_rl.planner import advice
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions
 from mindspeed_rl.planner.devices import DEVICES, GIB, choose_platform, find_device
-from mindspeed_rl.planner.engine import _count_rollout_elements
+from mindspeed_rl.planner.engine import _count_quantized_bytes, _count_rollout_elements
 from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, compute_head_bytes, compute_layer_bytes, plan_memory
 from mindspeed_rl.planner.run_files import read_block, read_folder
@@ -200,6 +200,20 @@ def test_the_engine_cuts_by_heads_and_spreads_experts() -> None:
     # in int8: matrices of attention and experts, without norms, routers and vocabulary
     in_int8 = 48 * (layer_cut // 8 + key_value + experts // 8)
     assert _count_rollout_elements(architecture, model_config, 8, 1, quantized=True) == in_int8
+
+
+def test_the_bytes_of_quantized_matrices_are_those_of_elements_and_scales() -> None:
+    architecture, model_config = infer_model_config(MegatronConfig(**BLOCKS["qwen3_30b_a3b"]))
+    # rows and columns of a layer: query, key, value, output, and of 128 experts gate, up, down
+    matrices = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
+    matrices += 128 * [(768, 2048), (768, 2048), (2048, 768)]
+    elements = 48 * sum(rows * columns for rows, columns in matrices)
+    for name, expected in (
+        ("int8", elements + 2 * 48 * sum(rows for rows, _ in matrices)),  # a scale of bfloat16 per row
+        ("mxfp8", elements + elements // 32),  # a byte per 32
+        ("w4a8", elements // 2 + 2 * elements // 32),  # half a byte, and a scale of bfloat16 per 32
+    ):
+        assert _count_quantized_bytes(architecture, model_config, 1, 1, name, 2) == expected
 
 
 def test_adapters_are_all_that_trains() -> None:

@@ -15,7 +15,7 @@ from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import Slice, full_slice
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
-from mindspeed_rl.resharding.quantization import quantize_side
+from mindspeed_rl.resharding.quantization import quantize_side, stored_dtypes
 from mindspeed_rl.resharding.trained_weights import TrainedWeights
 
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -52,11 +52,14 @@ def split(name: str) -> list[Slice]:
     return [((0, 25), *columns), ((25, rows[1]), *columns)]
 
 
-def pushed(tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> tuple[WeightPush, EngineModel]:
+def pushed(
+    tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32, quantization: str = "int8"
+) -> tuple[WeightPush, EngineModel]:
     held = {name: {part: [0] for part in split(name)} for name in SHAPES}
-    side = quantize_side(TrainedWeights(held, SHAPES, Held(tensors), torch.device("cpu"), 1 << 14))
-    engine = EngineModel(side.shapes, EngineRank(1, 0), dtype)
-    result = read_destinations(engine, engine.load_weights, side.shapes, dtype, quantized=side.quantized)
+    side = quantize_side(TrainedWeights(held, SHAPES, Held(tensors), torch.device("cpu"), 1 << 14), quantization)
+    engine = EngineModel(side.shapes, EngineRank(1, 0, quantization=quantization), dtype)
+    stored = stored_dtypes(side.quantized, quantization)
+    result = read_destinations(engine, engine.load_weights, side.shapes, dtype, stored=stored)
     push = WeightPush(side, result, Exchange.from_world())
     push.write(engine)
     return push, engine
@@ -83,6 +86,75 @@ def test_elements_and_scales_are_those_of_the_definition_for_every_row(group: No
     assert push.prove(engine).num_tensors == 6
 
 
+BLOCK_SHAPES = {UP: (600, 64), DOWN: (64, 320), NORM: (64,), "model.embed_tokens.weight": (64, 64)}
+
+
+def pushed_blocks(
+    quantization: str, tensors: dict[str, torch.Tensor], parts: list[Slice], bucket: int
+) -> tuple[WeightPush, EngineModel]:
+    """Push from shards whose down projection is in these parts, in messages of any size."""
+    held = {name: {full_slice(shape): [0]} for name, shape in BLOCK_SHAPES.items()} | {DOWN: {part: [0] for part in parts}}
+    trained = TrainedWeights(held, BLOCK_SHAPES, Held(tensors), torch.device("cpu"), bucket)
+    side = quantize_side(trained, quantization)
+    engine = EngineModel(side.shapes, EngineRank(1, 0, quantization=quantization))
+    stored = stored_dtypes(side.quantized, quantization)
+    result = read_destinations(engine, engine.load_weights, side.shapes, torch.float32, stored=stored)
+    push = WeightPush(side, result, Exchange.from_world())
+    push.write(engine)
+    return push, engine
+
+
+@pytest.mark.parametrize("quantization", ["mxfp8", "w4a8"])
+def test_a_block_format_arrives_from_shards_of_columns_as_the_whole_is_quantized(group: None, quantization: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in BLOCK_SHAPES.items()}
+    parts: list[Slice] = [((0, 64), (0, 128)), ((0, 64), (128, 320))]
+    push, engine = pushed_blocks(quantization, tensors, parts, 1 << 12)
+    held = {name: parameter.data for name, parameter in engine.named_parameters()}
+    for name, parameter in ((UP, UP.replace("up_proj", "gate_up_proj")), (DOWN, DOWN)):
+        rows, columns = BLOCK_SHAPES[name]
+        blocks = tensors[name].double().view(rows, -1, 32)
+        largest = blocks.abs().amax(-1)
+        stored, scales = held[parameter], held[f"{parameter}_scale"]
+        if quantization == "mxfp8":
+            assert torch.equal(scales.double() - 127, largest.log2().floor() - 8)
+            numbers = stored.view(torch.float8_e4m3fn).double().view(rows, -1, 32)
+            # half a step of three bits of mantissa, or what is cut off above 448
+            error = (numbers * 2.0 ** (scales.double() - 127)[..., None] - blocks).abs()
+            within = error <= 2.0**-4 * blocks.abs() + 2.0 ** (scales.double() - 137)[..., None]
+            assert (within | (numbers.abs() == 448)).all()
+        else:
+            assert stored.shape == (rows, columns // 2)
+            assert torch.equal(scales, tensors[name].view(rows, -1, 32).abs().amax(-1) / 7)
+            numbers = torch.stack([(stored & 15).double(), (stored >> 4).double()], -1).view(rows, -1, 32)
+            numbers = torch.where(numbers > 7, numbers - 16, numbers)
+            assert ((numbers * scales.double()[..., None] - blocks).abs() <= 0.5001 * scales.double()[..., None]).all()
+    assert push.prove(engine).num_tensors == 6
+    held[DOWN][5, 7] += 1
+    with pytest.raises(WeightDeliveryError, match=f"1 parameters .* differ from those trained: {DOWN}"):
+        push.prove(engine)
+    held[DOWN][5, 7] -= 1
+    held[f"{DOWN}_scale"][63, 9] += 1
+    with pytest.raises(WeightDeliveryError, match=f"1 parameters .* differ from those trained: {DOWN}_scale"):
+        push.prove(engine)
+
+
+@pytest.mark.parametrize("quantization", ["mxfp8", "w4a8"])
+def test_a_block_whose_elements_are_on_two_ranks_is_refused(group: None, quantization: str) -> None:
+    tensors = {name: torch.zeros(shape) for name, shape in BLOCK_SHAPES.items()}
+    with pytest.raises(RuntimeError, match=rf"columns 0 to 100 of {DOWN}, .*quantization {quantization} needs multiples of 32"):
+        pushed_blocks(quantization, tensors, [((0, 64), (0, 100)), ((0, 64), (100, 320))], 1 << 14)
+
+
+def test_an_engine_in_another_quantized_format_is_refused(group: None) -> None:
+    held = {name: {full_slice(shape): [0]} for name, shape in BLOCK_SHAPES.items()}
+    side = quantize_side(TrainedWeights(held, BLOCK_SHAPES, None, torch.device("cpu"), 1 << 14), "mxfp8")
+    engine = EngineModel(side.shapes, EngineRank(1, 0), torch.bfloat16)
+    stored = stored_dtypes(side.quantized, "mxfp8")
+    with pytest.raises(RuntimeError, match="engine has its matrices in int8, and the trainer sends uint8"):
+        read_destinations(engine, engine.load_weights, side.shapes, torch.bfloat16, stored=stored)
+
+
 @pytest.mark.parametrize("name", [DOWN, f"{DOWN}_scale"])
 def test_a_changed_element_or_scale_is_named(group: None, name: str) -> None:
     push, engine = pushed(random_tensors())
@@ -102,12 +174,12 @@ def test_a_weight_that_changes_after_it_was_sent_is_found_where_its_int8_changes
 
 def test_an_engine_whose_format_is_another_is_refused(group: None) -> None:
     held = {name: {full_slice(shape): [0]} for name, shape in SHAPES.items()}
-    side = quantize_side(TrainedWeights(held, SHAPES, None, torch.device("cpu"), 1 << 14))
+    side = quantize_side(TrainedWeights(held, SHAPES, None, torch.device("cpu"), 1 << 14), "int8")
     plain = EngineModel(SHAPES, EngineRank(1, 0), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="engine has no matrices in int8, and the trainer sends some"):
-        read_destinations(plain, plain.load_weights, side.shapes, torch.bfloat16, quantized=side.quantized)
+    with pytest.raises(RuntimeError, match="engine has its matrices in dtype, and the trainer sends int8"):
+        read_destinations(plain, plain.load_weights, side.shapes, torch.bfloat16, stored=stored_dtypes(side.quantized, "int8"))
     small = EngineModel(side.shapes, EngineRank(1, 0), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="engine has matrices in int8, and the trainer sends none"):
+    with pytest.raises(RuntimeError, match="engine has its matrices in int8, and the trainer sends dtype"):
         read_destinations(small, small.load_weights, SHAPES, torch.bfloat16)
 
 
@@ -130,7 +202,7 @@ def test_wide_matrices_of_the_language_model_are_quantized_and_nothing_else(laye
     others += ["lm_head.weight", "model.embed_tokens.weight", "visual.blocks.0.mlp.gate_proj.weight", "mtp.layers.0.fc.weight"]
     shapes = {name: (8, 8) for name in (*others, *quantized)} | {f"{layers}.self_attn.q_proj.bias": (8,)}
     held = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
-    side = quantize_side(TrainedWeights(held, shapes, None, torch.device("cpu"), 1 << 14))
+    side = quantize_side(TrainedWeights(held, shapes, None, torch.device("cpu"), 1 << 14), "int8")
     assert side.quantized == quantized
 
 

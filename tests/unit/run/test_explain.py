@@ -365,6 +365,9 @@ def test_an_engine_in_int8_is_corrected_unless_the_run_file_says_otherwise() -> 
     assert report["errors"] == [] and run.objective is not None
     assert run.rl.rollout_importance_sampling_mode == "token_truncate" and run.objective.correction is not None
     assert "the engine's matrices are in int8, corrected by token_truncate" in render(report)
+    blocks = explain(load_run("grpo_tiny_cpu", None, ["platform=cpu", "generate_config.quantization=mxfp8"]))
+    said = "matrices are in mxfp8 (emulated in float32: slow, and no memory is saved), corrected by token_truncate"
+    assert blocks["errors"] == [] and said in " ".join(render(blocks).split())
     off = load_run("grpo_tiny_cpu", None, [*keys, "rl_config.rollout_importance_sampling_mode=null"])
     assert off.objective is not None and off.objective.correction is None
     assert "corrected by none" in render(explain(off))

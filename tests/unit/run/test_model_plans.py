@@ -119,6 +119,32 @@ def test_a_policy_that_no_test_has_in_int8_is_refused_by_name(tmp_path: Path, mo
         assert plan_models(run).models["actor"].plan.model_config.moe_layers
 
 
+@pytest.mark.parametrize(
+    ("changes", "keys", "said"),
+    [
+        ({}, [], ""),
+        ({"moe_intermediate_size": 48}, [], "down_proj.weight has 48, on 1 tensor-parallel ranks of the trainer; use int8"),
+        ({}, ["actor_config.expert_tensor_parallel_size=2"], "32, on 2 tensor-parallel ranks of the trainer; use fewer ranks"),
+        ({}, ["generate_config.infer_tensor_parallel_size=2"], "32, on 2 tensor-parallel ranks of the rollout engine; use"),
+    ],
+)
+@pytest.mark.parametrize("quantization", ["mxfp8", "w4a8"])
+def test_rows_that_are_not_whole_blocks_on_a_rank_are_refused(
+    tmp_path: Path, quantization: str, changes: dict[str, object], keys: list[str], said: str
+) -> None:
+    words = ["model.tiny_qwen25.num_layers=null", f"generate_config.quantization={quantization}"]
+    words += ["actor_config.expert_tensor_parallel_size=1", "rl_config.actor_resource.num_npus=2", *keys]
+    config = tiny_models.hf_config_of(tiny_models.make_hf_model("qwen3-moe")) | changes
+    cfg = with_model(load_run_config("grpo_tiny_cpu", None, words), tmp_path, config)
+    run = resolve(with_model_configs(cfg), platform="cpu")
+    if said:
+        needs = f"generate_config.quantization ({quantization}) needs a multiple of 32 elements of a row on each rank"
+        with pytest.raises(ValueError, match=f"{re.escape(needs)}.*{re.escape(said)}"):
+            plan_models(run)
+    else:
+        assert plan_models(run).models["actor"].plan.model_config.moe_layers
+
+
 def test_a_written_key_that_contradicts_the_model_is_an_error(tmp_path: Path) -> None:
     wrong = load(BY_NAME["grpo_qwen25_7b_A3"], ["actor_config.rotary_base=10000", "megatron_training.num_layers=27"])
     assert wrong is not None

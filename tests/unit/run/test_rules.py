@@ -589,6 +589,18 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         {M: EXPERTS, G: {"quantization": "int8", "enable_expert_parallel": True}},
         *("quantization", ["quantization (int8)", "enable_expert_parallel", "engines share experts"]),
     ),
+    (
+        {"platform": "npu", G: {"quantization": "mxfp8", "dtype": "bfloat16"}},
+        *("quantization", ["quantization (mxfp8)", "Ascend 950 on only", "A2 and A3 have int8"]),
+    ),
+    (
+        {"platform": "npu", G: {"quantization": "w4a8", "dtype": "bfloat16"}},
+        *("quantization", ["quantization (w4a8)", "W4A8_DYNAMIC", "no weight sync can write; int8 works"]),
+    ),
+    (
+        {G: {"quantization": "mxfp8", "enforce_eager": False}},
+        *("quantization", ["quantization (mxfp8)", "enforce_eager", "compiled code"]),
+    ),
     ({G: {"quantization": "int8", D: {"method": "mtp"}}}, "quantization", ["draft model", "ngram and suffix work"]),
     ({G: {D: {"method": "medusa"}}}, D, ["method", "'medusa'", "ngram, suffix, draft_model"]),
     ({G: {D: {"method": "ngram"}}}, D, ["num_speculative_tokens", "None", "from 1 to 128"]),
