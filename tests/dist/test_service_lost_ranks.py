@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Server(Requests):
     """A server process on data-parallel ranks, and requests that are sent again while it is away, as the SDK's are."""
 
     base_model, lora_config = "tiny", {"rank": 2, "seed": 1}
+    program: Sequence[str] = ("-m", "mindspeed_rl.cli.main")
 
     def __init__(self, folder: Path, num_ranks: int = 2, **keys: Any) -> None:
         make_model(folder / "model")
@@ -41,7 +42,7 @@ class Server(Requests):
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        words = [sys.executable, "-m", "mindspeed_rl.cli.main", "serve", "--config-name", "server"]
+        words = [sys.executable, *self.program, "serve", "--config-name", "server"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -99,7 +100,9 @@ class Hang:
         self._content = self._file.read_bytes()
         self._file.unlink()
         os.mkfifo(self._file)
-        self._future = server.post("load_weights", {"model_id": model, "seq_id": 5, "path": self._path, "optimizer": True})
+        body = {"model_id": model, "seq_id": 5, "path": self._path, "optimizer": True}
+        # a server whose thread keeps Python's lock may not answer any more; the request is then sent again
+        self._future = ThreadPoolExecutor(1).submit(server.post, "load_weights", body)
 
     def _pass(self, seq: int) -> tuple[Any, bytes]:
         future = self._server.run_pass(self._model, seq, [5, 6, 7], [6, 7, 8], forward_only=True)[1]
@@ -111,7 +114,8 @@ class Hang:
         self._file.unlink()
         self._file.write_bytes(self._content)
         self._server.start()
-        assert self._server.fetch(self._future)["path"] == self._path
+        future = self._future.result(timeout=patient(240))
+        assert self._server.fetch(future)["path"] == self._path
         assert self._pass(6) == self._expected
 
 
