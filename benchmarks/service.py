@@ -1,11 +1,13 @@
 """Steps and samples of a training service: over HTTP and in the same process, and of 1, 2 and 4 models at once.
 
-usage: python benchmarks/service.py [--size tiny|135m] [--rounds N] [--tokens N] [--exact] [--profile]
+usage: python benchmarks/service.py [--size tiny|135m] [--rounds N] [--tokens N] [--samples N] [--only steps|samples] [--exact]
+    [--profile]
 
 One process makes all of it, in turns: a step (`forward_backward` of 8 sequences and `optim_step`) by calls of the object that
 trains, the same by the backend that a server calls, and the same by a client of the API over HTTP; steps of several models in
-joint passes (with --exact) and each in passes of its own; and samples of several models at the same time. Seconds are those of
-the processor, of client and server together: others may use the machine.
+joint passes (with --exact) and each in passes of its own; and samples of several models at the same time, beside as many of one
+model and of the base, which say what adapters cost. Seconds are those of the processor, of client and server together: others
+may use the machine.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ SIZES = {
     "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
 }
 SEQUENCES = 8
+NAMES = tuple("abcd")
 
 
 def make_model(folder: Path, size: str) -> None:
@@ -178,10 +181,9 @@ async def _median(rounds: int, *functions: Callable[[int], Awaitable[object]]) -
     return [statistics.median(own[1:]) for own in seconds]  # the first one warms up
 
 
-async def measure(backend: LocalBackend, folder: Path, rounds: int, tokens: int) -> None:
-    ce, adam, names = LossCall("cross_entropy"), AdamParams(1e-4), "abcd"
-    for index, name in enumerate(names):
-        await backend.create_model(name, AdapterSpec(32, seed=index))
+async def measure_steps(backend: LocalBackend, folder: Path, rounds: int, tokens: int) -> None:
+    """Print the seconds of steps of one model by each way, and the tokens per second of several models."""
+    ce, adam = LossCall("cross_entropy"), AdamParams(1e-4)
 
     async def in_process(index: int) -> None:
         data = make_data(tokens, index)
@@ -208,43 +210,75 @@ async def measure(backend: LocalBackend, folder: Path, rounds: int, tokens: int)
         f"({called / alone:.2f}), {served:.3f} s over HTTP ({served / alone:.2f})",
         flush=True,
     )
-    samplers = [await backend.make_sampler(name) for name in names]
-    call = SampleCall(range(5, 13), max_tokens=tokens, num_samples=4, seed=1, ends_at_eos=False)
     joins = await asyncio.wrap_future(backend.submit(lambda tenants: tenants._joins_passes))
 
     async def train(count: int, joined: bool) -> float:
         await asyncio.wrap_future(backend.submit(lambda tenants: setattr(tenants, "_joins_passes", joined)))
-        return (await _median(rounds, lambda index: asyncio.gather(*(step(name, index) for name in names[:count]))))[0]
+        return (await _median(rounds, lambda index: asyncio.gather(*(step(name, index) for name in NAMES[:count]))))[0]
 
     for count in (1, 2, 4):
         trained = {"in joint passes": await train(count, True)} if joins and count > 1 else {}
         trained["each in passes of its own"] = await train(count, False)
         rates = ", ".join(f"{count * SEQUENCES * tokens / seconds:,.1f} {how}" for how, seconds in trained.items())
-        (sampled,) = await _median(
-            rounds, lambda index, n=count: asyncio.gather(*(backend.sample(name, call) for name in samplers[:n]))
+        print(f"{count} models: trained tokens/s {rates}", flush=True)
+
+
+async def measure_samples(backend: LocalBackend, rounds: int, tokens: int, samples: int) -> None:
+    """Print tokens per second of samples of one, two and four models, and of as many of one model and of the base."""
+    for index, name in enumerate(NAMES):  # an adapter that was not trained is 0
+        await backend.forward_backward(name, make_data(8, index), LossCall("cross_entropy"), forward_only=False)
+        await backend.optim_step(name, AdamParams(1e-4))
+    samplers = {name: await backend.make_sampler(name) for name in NAMES}
+    samplers["base"] = await backend.make_sampler(None)
+
+    def sample(names: Sequence[str]) -> Callable[[int], Awaitable[object]]:
+        call = SampleCall(range(5, 13), max_tokens=tokens, num_samples=samples, seed=1, ends_at_eos=False)
+        return lambda index: asyncio.gather(*(backend.sample(samplers[name], call) for name in names))
+
+    runs = {f"{count} models": NAMES[:count] for count in (1, 2, 4)}
+    runs |= {"4 calls of one model": ("a",) * 4, "1 call of the base": ("base",), "4 calls of the base": ("base",) * 4}
+    seconds = await _median(rounds, *(sample(names) for names in runs.values()))
+    rates = [len(names) * samples * tokens / each for names, each in zip(runs.values(), seconds)]
+    for name, rate in zip(runs, rates):
+        print(
+            f"{name}: {rate:,.1f} sampled tokens/s ({rate / rates[0]:.2f} times one model), {samples} samples per call",
+            flush=True,
         )
-        sampled_rate = f"{count * 4 * tokens / sampled:,.1f} sampled tokens/s (4 samples per model)"
-        print(f"{count} models: trained tokens/s {rates}; {sampled_rate}", flush=True)
 
 
-def profile(backend: LocalBackend, tokens: int) -> None:
-    """Print the operations of a pass of four models, joint and not."""
+def profile(backend: LocalBackend, tokens: int, samples: int) -> None:
+    """Print the operations of a pass of four models, joint and not, and of samples of one and of four models."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recording
 
-    calls = [PassCall(name, make_data(tokens, index), LossCall("cross_entropy")) for index, name in enumerate("abcd")]
+    calls = [PassCall(name, make_data(tokens, index), LossCall("cross_entropy")) for index, name in enumerate(NAMES)]
+    # few tokens: what is recorded of a step takes a hundred megabytes
+    asked = SampleCall(range(5, 13), max_tokens=4, num_samples=samples, seed=1, ends_at_eos=False)
 
-    def record(tenants: Any) -> None:
-        for joined in (False, tenants._joins_passes):
+    def record(title: str, work: Callable[[], object]) -> None:
+        with recording(activities=[ProfilerActivity.CPU]) as recorded:
+            work()
+        averages = recorded.key_averages()
+        print(title)
+        print(averages.table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=40), flush=True)
+
+    def record_all(tenants: Any) -> None:
+        for joined in {False, tenants._can_join_passes()}:
             tenants._joins_passes = joined
-            with recording(activities=[ProfilerActivity.CPU]) as recorded:
-                tenants.run_passes(calls)
-            print("joint" if joined else "one model after the other")
-            averages = recorded.key_averages()
-            print(averages.table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=40), flush=True)
+            record("joint passes" if joined else "one model after the other", lambda: tenants.run_passes(calls))
+        samplers = [tenants.make_sampler(name) for name in NAMES]
+        for count in (1, 4):
 
-    backend.submit(lambda tenants: setattr(tenants, "_joins_passes", tenants._can_join_passes())).result()
-    backend.submit(record).result()
+            def sample(count: int = count) -> None:
+                for sampler in samplers[:count]:
+                    tenants.start_sampling(sampler, asked)
+                while tenants.is_sampling:
+                    tenants.step_sampling()
+
+            sample()
+            record(f"samples of {count} models", sample)
+
+    backend.submit(record_all).result()
 
 
 def main() -> None:
@@ -252,15 +286,26 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=4, help="samples per call")
+    parser.add_argument("--only", choices=("steps", "samples"), help="measure only these")
     parser.add_argument("--exact", action="store_true", help="rl_config.exact_log_probs: samples independent of others by bits")
-    parser.add_argument("--profile", action="store_true", help="show the operations of a pass of four models too")
+    parser.add_argument("--profile", action="store_true", help="show operations of passes and samples of four models too")
     arguments = parser.parse_args()
+
+    async def measure(backend: LocalBackend, folder: Path) -> None:
+        for index, name in enumerate(NAMES):
+            await backend.create_model(name, AdapterSpec(32, seed=index))
+        if arguments.only != "samples":
+            await measure_steps(backend, folder, arguments.rounds, arguments.tokens)
+        if arguments.only != "steps":
+            await measure_samples(backend, arguments.rounds, arguments.tokens, arguments.samples)
+
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), arguments.size)
         backend = LocalBackend.open(run_config(Path(folder), arguments.tokens, arguments.exact))
-        asyncio.run(measure(backend, Path(folder) / "serve", arguments.rounds, arguments.tokens))
+        asyncio.run(measure(backend, Path(folder) / "serve"))
         if arguments.profile:
-            profile(backend, arguments.tokens)
+            profile(backend, arguments.tokens, arguments.samples)
     sys.stdout.flush()
     os._exit(0)  # vLLM's engine does not end cleanly inside a training process
 

@@ -2,20 +2,24 @@
 
 | patch | symbol | why |
 |---|---|---|
-| products | punica_cpu.bgmv_shrink, bgmv_expand, bgmv_expand_slice, sgmv_* | they copy a matrix for every token, and give \
-tokens without an adapter (-1) the last slot's |
+| products | PunicaWrapperCPU.add_lora_linear, add_lora_logits, add_lora_embedding | they copy a matrix for every token, and \
+give tokens without an adapter (-1) the last slot's |
+| matrices | create_lora_weights, reset_lora of linear layers | slices of a layer (query, key, value) have matrices of their \
+own, which lie side by side here, so that slices whose first matrix is the same take one product |
 | prompts | CPUModelRunner._get_prompt_logprobs_dict | an adapter of the output layer is applied by the order of the sampled \
 tokens, which the tokens of a prompt do not have |
 
-Rows are computed by `adaptors.multiply_rows`, so that with exact log-probs a row's bits depend on nothing but the row and its
-adapter. It can go when vLLM's own functions multiply by adapter; `tests/unit/adaptors/test_vllm_cpu_adapters.py` shows that
-theirs give rows without an adapter one.
+A step of a small model spends as long on its adapters' many small products as on the base, so each layer has two for each
+adapter, not two for each of its slices. Rows are computed by `adaptors.multiply_rows`: with exact log-probs a row's bits depend
+on nothing but the row and its adapter. It can go when vLLM's own functions multiply by adapter;
+`tests/unit/adaptors/test_vllm_cpu_adapters.py` shows that theirs give rows without an adapter one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -28,16 +32,91 @@ from mindspeed_rl import adaptors
 _applied = False
 
 
-def _multiply(inputs: Tensor, weights: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [rows, out]: each row times its adapter's matrix, of [slots, 1, out, in] or [slots, out, in]; 0 without one."""
-    weights = weights.squeeze(1) if weights.dim() == 4 else weights
-    outputs = torch.zeros(len(inputs), weights.size(1), dtype=dtype)
+@dataclass(frozen=True)
+class _Part:
+    """The matrices of an adapter for outputs of a layer from `start` on.
+
+    Attributes:
+        a: [rank, inputs] float32; None where the inputs are products with it already.
+        b: [outputs, rank] in the format of the outputs.
+    """
+
+    start: int
+    a: Tensor | None
+    b: Tensor
+
+    def multiply(self, rows: Tensor, scale: float) -> Tensor:
+        """Return [n, outputs] of [n, inputs] float32."""
+        hidden = rows if self.a is None else functional.linear(rows, self.a)
+        return functional.linear((hidden if scale == 1.0 else scale * hidden).to(self.b.dtype), self.b)
+
+
+class _Slices(tuple[Tensor, ...]):
+    """vLLM's second matrices of a layer's slices, each [slots, 1, outputs, rank], that lie in one [slots, all outputs, rank].
+
+    Attributes:
+        whole: the one.
+        parts: adapters of the slots that were multiplied with, until a slot gets another one.
+    """
+
+    whole: Tensor
+    parts: dict[int, list[_Part]]
+
+    @classmethod
+    def lay_out(cls, matrices: Sequence[Tensor]) -> _Slices:
+        """Return matrices of 0 with the shapes of these."""
+        slots, _, _, rank = matrices[0].shape
+        sizes = [matrix.size(2) for matrix in matrices]
+        whole = matrices[0].new_zeros(slots, sum(sizes), rank)
+        slices = cls(part.unsqueeze(1) for part in whole.split(sizes, 1))
+        slices.whole, slices.parts = whole, {}
+        return slices
+
+    def find_parts(self, slot: int, first: Sequence[Tensor], dtype: torch.dtype) -> list[_Part]:
+        """Return the adapter of a slot.
+
+        Args:
+            first: first matrices of the slices, [slots, 1, rank, inputs] each.
+            dtype: format of the outputs.
+        """
+        if slot not in self.parts:
+            self.parts[slot] = list(self._list_parts(slot, first, dtype))
+        return self.parts[slot]
+
+    def _list_parts(self, slot: int, first: Sequence[Tensor], dtype: torch.dtype) -> Iterator[_Part]:
+        """Yield the parts of slices side by side with the same first matrix; one without an adapter adds 0, and has none."""
+        begin = start = 0
+        for index, matrix in enumerate(self):
+            end = start + matrix.size(2)
+            is_last = index + 1 == len(self)
+            if is_last or not torch.equal(first[index][slot], first[index + 1][slot]):
+                b = self.whole[slot, begin:end]
+                if b.any():
+                    yield _Part(begin, first[index][slot, 0].float(), b.to(dtype))
+                begin = end
+            start = end
+
+
+def _add_products(
+    outputs: Tensor, inputs: Tensor, indices: Tensor, find_parts: Callable[[int], Sequence[_Part]], scale: float
+) -> None:
+    """Add to each row of `outputs` the product of its input with its adapter; nothing where it has none (-1)."""
     # a batch may be padded: indices are of its rows
-    for index, rows in _group_rows(tuple(indices[: len(inputs)].tolist())):
-        product = partial(functional.linear, weight=weights[index].to(dtype))
+    for slot, rows in _group_rows(tuple(indices[: len(inputs)].tolist())):
+        parts = find_parts(slot)
+        if not parts:
+            continue
         # a copy: a matrix that begins in the middle of another one may be multiplied otherwise
-        outputs[rows] = adaptors.multiply_rows(product, inputs[rows].to(dtype, copy=True))
-    return outputs
+        own = inputs[rows].to(torch.float32, copy=True)
+        for part in parts:
+            product = adaptors.multiply_rows(partial(part.multiply, scale=scale), own)
+            # the base layer may be padded otherwise
+            place = outputs[:, part.start : part.start + product.size(1)]
+            product = product[:, : place.size(1)]
+            if isinstance(rows, slice):
+                place[rows].add_(product)
+            else:
+                place.index_add_(0, rows, product)
 
 
 @lru_cache(maxsize=16)
@@ -53,46 +132,56 @@ def _group_rows(indices: tuple[int, ...]) -> list[tuple[int, slice | Tensor]]:
     ]
 
 
-def _shrink(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, scaling: float = 1.0) -> None:
-    product = _multiply(inputs, weights, indices, output.dtype)
-    output[: len(product), : product.size(1)] = scaling * product
-
-
-def _expand(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add_inputs: bool = True) -> None:
-    _expand_slice(inputs, weights, output, indices, 0, output.size(1), add_inputs)
-
-
-def _expand_slice(
-    inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, offset: int, size: int, add_inputs: bool = True
+def _add_lora_linear(
+    self: Any,
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: Sequence[Tensor],
+    lora_b_stacked: _Slices,
+    scale: float,
+    output_slices: Sequence[int],
+    **others: object,
 ) -> None:
-    product = _multiply(inputs, weights, indices, output.dtype)
-    # the base layer may be padded otherwise
-    width = min(product.size(1), size)
-    place = output[: len(product), offset : offset + width]
-    if add_inputs:
-        place += product[:, :width]
-    else:
-        place.copy_(product[:, :width])
+    outputs, inputs = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
+    find_parts = partial(lora_b_stacked.find_parts, first=lora_a_stacked, dtype=y.dtype)
+    _add_products(outputs, inputs, self.token_lora_indices, find_parts, scale)
 
 
-def _by_sequence(function: Any) -> Any:
-    """Return the function of tokens as one of sequences, which have an adapter each."""
+def _add_lora_logits(
+    self: Any, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **others: object
+) -> None:
+    def find_parts(slot: int) -> list[_Part]:
+        return [_Part(0, lora_a_stacked[slot, 0].float(), lora_b_stacked[slot, 0].to(y.dtype))]
 
-    def multiply(
-        inputs: Tensor,
-        weights: Tensor,
-        output: Tensor,
-        starts: Tensor,
-        lengths: Tensor,
-        indices: Tensor,
-        batches: int,
-        max_length: int,
-        num_tokens: int,
-        *others: object,
-    ) -> None:
-        function(inputs, weights, output, torch.repeat_interleave(indices, lengths), *others)
+    _add_products(y.view(-1, y.size(-1)), x.view(-1, x.size(-1)), self.sampler_indices, find_parts, scale)
 
-    return multiply
+
+def _add_lora_embedding(self: Any, y: Tensor, x: Tensor, lora_b_stacked: Tensor, **others: object) -> None:
+    def find_parts(slot: int) -> list[_Part]:
+        return [_Part(0, None, lora_b_stacked[slot, 0].to(y.dtype))]
+
+    _add_products(y, x, self.token_lora_indices, find_parts, 1.0)
+
+
+def _lay_out_slices(layer: Any) -> None:
+    """Let the classes of linear layers with adapters, of which this is one, have `_Slices`."""
+    if "create_lora_weights" in vars(layer):
+        create = layer.create_lora_weights
+
+        def create_lora_weights(self: Any, *arguments: object, **keywords: object) -> None:
+            create(self, *arguments, **keywords)
+            if not isinstance(self.lora_b_stacked, _Slices):  # a class may call the one that it extends
+                self.lora_b_stacked = _Slices.lay_out(self.lora_b_stacked)
+
+        layer.create_lora_weights = create_lora_weights
+    if "reset_lora" in vars(layer):
+        reset = layer.reset_lora
+
+        def reset_lora(self: Any, index: int) -> None:
+            reset(self, index)
+            self.lora_b_stacked.parts.pop(index, None)
+
+        layer.reset_lora = reset_lora
 
 
 def apply() -> None:
@@ -100,13 +189,16 @@ def apply() -> None:
     global _applied
     if _applied:
         return
-    from vllm.lora.punica_wrapper import punica_cpu
-
-    module: Any = punica_cpu
-    for name, function in (("shrink", _shrink), ("expand", _expand), ("expand_slice", _expand_slice)):
-        setattr(module, f"bgmv_{name}", function)
-        setattr(module, f"sgmv_{name}", _by_sequence(function))
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    wrapper: Any = PunicaWrapperCPU
+    wrapper.add_lora_linear, wrapper.add_lora_logits = _add_lora_linear, _add_lora_logits
+    wrapper.add_lora_embedding = _add_lora_embedding
+    for layer in (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA):
+        _lay_out_slices(layer)
 
     runner: Any = CPUModelRunner
     read_prompts = runner._get_prompt_logprobs_dict

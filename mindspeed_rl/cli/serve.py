@@ -61,4 +61,4 @@ def _serve(cfg: Any, keys: ServeConfig, num_nodes: int) -> int:
     # by name: it imports torch, which reads the environment
     backend = registry.load("mindspeed_rl.service.local_backend:LocalBackend", "serve")
     with listening:
-        return serve(settings, listening, lambda: backend.open(cfg, num_nodes))
+        return serve(settings, listening, lambda: backend.open(cfg, num_nodes, is_watched=True))

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed_rl.service.backend import CallError
 from mindspeed_rl.service.bodies import JsonObject, read_body, read_json
-from mindspeed_rl.service.doors import ADDRESS_S, BodyReader, Keys, Receive, Scope, Send, decompress
+from mindspeed_rl.service.doors import ADDRESS_S, BodyReader, Keys, Receive, Scope, Send, decompress, read_headers
 from mindspeed_rl.service.journal import JournalError
 from mindspeed_rl.service.replies import RefusedError, ServerEndsError, write_time
 from mindspeed_rl.service.service import Service
@@ -122,7 +122,7 @@ class TinkerApp:
             raise ServerEndsError from None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
+        headers = read_headers(scope)
         self._keys.check_host(headers)
         method, path = scope["method"], scope["path"]
         if not path.startswith(_PREFIX):

@@ -42,6 +42,22 @@ _TOKEN_S, ADDRESS_S = 3600, 3600
 _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d*)?", re.IGNORECASE | re.ASCII)
 
 
+#: headers on which it depends who asks for what
+_ONCE = (b"x-api-key", b"host", b"content-type", b"content-encoding", b"content-length")
+
+
+def read_headers(scope: Scope) -> dict[bytes, bytes]:
+    """Return the headers of a request.
+
+    Raises:
+        RefusedError: one that decides is there twice, of which a proxy may read the first and this server the last.
+    """
+    names = [name for name, _ in scope["headers"]]
+    if twice := [name.decode("latin-1") for name in _ONCE if names.count(name) > 1]:
+        raise RefusedError(400, f"the header {twice[0]} is given twice")
+    return dict(scope["headers"])
+
+
 def read_keys(path: Path) -> dict[str, str]:
     """Return owners by API key, from a file with a key and its owner in each line; # begins a comment.
 

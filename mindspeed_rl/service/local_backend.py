@@ -33,11 +33,12 @@ from mindspeed_rl.service.model_folder import ModelRecord
 from mindspeed_rl.service.opening import open_tenants
 
 if TYPE_CHECKING:
+    from mindspeed_rl.service.call_watch import WatchedTenants
     from mindspeed_rl.service.rank_group import TenantGroup
     from mindspeed_rl.service.tenants import Tenants
 
     #: the models, of this process or of the processes of several devices
-    Models = Tenants | TenantGroup
+    Models = Tenants | WatchedTenants | TenantGroup
 
 _LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -85,26 +86,29 @@ class LocalBackend:
         self._thread = threading.Thread(target=self._run, name="service-engines", daemon=True)
         self._opened: Future[Capabilities] = Future()
         self._config: RunConfig | None = None
-        self._num_nodes = 1
-        self._has_ended = False
+        self._num_nodes, self._is_watched = 1, False
+        self._has_ended = self._has_hung = False
         self._failed: Callable[[BrokenBackendError], None] | None = None
         self._broken: BrokenBackendError | None = None
         #: calls that the thread makes
         self._running: list[Future[Any]] = []
 
     @classmethod
-    def open(cls, cfg: RunConfig, num_nodes: int = 1) -> LocalBackend:
+    def open(cls, cfg: RunConfig, num_nodes: int = 1, *, is_watched: bool = False) -> LocalBackend:
         """Load the base and build the engines of a run file with `serve_config`; takes seconds to minutes.
 
         Args:
             cfg: the run file.
             num_nodes: machines that the devices are spread over.
+            is_watched: of a server: a call that does not end breaks the backend, and the process is killed if it then does
+                not end.
 
         Raises:
             ValueError: the run file is wrong; all violations are named.
+            BrokenBackendError: the load did not end.
         """
         backend = cls()
-        backend._config, backend._num_nodes = cfg, num_nodes
+        backend._config, backend._num_nodes, backend._is_watched = cfg, num_nodes, is_watched
         backend._thread.start()
         backend._capabilities = backend._opened.result()
         return backend
@@ -114,7 +118,7 @@ class LocalBackend:
     def _run(self) -> None:
         assert self._config is not None
         try:
-            tenants = open_tenants(self._config, self._num_nodes)
+            tenants = open_tenants(self._config, self._num_nodes, self._give_up if self._is_watched else None)
         except BaseException as error:  # noqa: BLE001  (raised where `open` waits)
             self._opened.set_exception(error)
             return
@@ -163,6 +167,14 @@ class LocalBackend:
         futures = [*self._running, *(work.future for work in waiting), *self._sampling.futures.values()]
         for future in (future for future in futures if not future.done()):
             future.set_exception(error)
+
+    def _give_up(self, error: BrokenBackendError) -> None:
+        """Take the thread for lost, in another one: a call does not end."""
+        self._has_hung = True
+        if self._opened.done():
+            self._break(error, [])
+        else:
+            self._opened.set_exception(error)
 
     def watch(self, failed: Callable[[BrokenBackendError], None]) -> None:
         """See `Backend.watch`."""
@@ -320,10 +332,11 @@ class LocalBackend:
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """End the thread, after the call that it makes."""
+        """End the thread, after the call that it makes; one that hangs ends with the process."""
         self._has_ended = True
         self._queue.put(None)
-        self._thread.join()
+        if not self._has_hung:
+            self._thread.join()
 
 
 def _take_passes(waiting: list[_Work]) -> list[_Work]:

@@ -6,6 +6,7 @@ On one device its engines are in this process; on several each device has a proc
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from mindspeed_rl.planner.machine_memory import read_machine_memory
 from mindspeed_rl.platform.environment import EXACT_VARIABLE, HEAD_ADAPTERS_VARIABLE
 
 if TYPE_CHECKING:
+    from mindspeed_rl.service.backend import BrokenBackendError
+    from mindspeed_rl.service.call_watch import CallWatch, WatchedTenants
     from mindspeed_rl.service.rank_group import TenantGroup
     from mindspeed_rl.service.tenants import Tenants
 
@@ -23,12 +26,15 @@ if TYPE_CHECKING:
 _SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
-def open_tenants(cfg: RunConfig, num_nodes: int = 1) -> Tenants | TenantGroup:
+def open_tenants(
+    cfg: RunConfig, num_nodes: int = 1, hung: Callable[[BrokenBackendError], None] | None = None
+) -> Tenants | WatchedTenants | TenantGroup:
     """Load the base model of a run file with `serve_config`, and build its engines.
 
     Args:
         cfg: the run file.
         num_nodes: machines that the devices are spread over.
+        hung: of a server, told by a thread where a call of engines in this process does not end; None: calls have no limit.
 
     Raises:
         ValueError: the run file is wrong; all violations are named.
@@ -54,10 +60,18 @@ def open_tenants(cfg: RunConfig, num_nodes: int = 1) -> Tenants | TenantGroup:
     if run.threads is not None:
         device.use_threads(run.threads.count)
     _check_memory(run)
-    with collecting_seldom():
-        process(("train", "rollout"), run.models["actor"].config)
-        tenants: type[Tenants] = registry.load("mindspeed_rl.service.tenants:Tenants", "serve")
-        return tenants(run, f"service-{os.getpid()}")
+
+    def load() -> Tenants:
+        with collecting_seldom():
+            process(("train", "rollout"), run.models["actor"].config)
+            tenants: type[Tenants] = registry.load("mindspeed_rl.service.tenants:Tenants", "serve")
+            return tenants(run, f"service-{os.getpid()}")
+
+    if hung is None:
+        return load()
+    watch: CallWatch = registry.load("mindspeed_rl.service.call_watch:CallWatch", "serve")(run.deadlines, hung)
+    watched: type[WatchedTenants] = registry.load("mindspeed_rl.service.call_watch:WatchedTenants", "serve")
+    return watched(watch.run("the load of the base", 1, load, deadline="start"), watch)
 
 
 def _check_memory(run: Any) -> None:

@@ -663,6 +663,20 @@ def test_a_request_at_the_door_is_refused_in_the_form_of_the_api(tmp_path, heade
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("x-api-key", BOB), ("x-api-key", ALICE), ("host", "localhost"), ("content-type", "text/x"), ("content-encoding", "zstd")],
+)
+def test_a_header_that_decides_is_refused_where_it_is_given_twice(tmp_path, name, value):
+    async def work():
+        async with opened(tmp_path) as server:
+            headers = [("x-api-key", ALICE), ("host", "127.0.0.1"), *JSON.items(), ("content-encoding", ""), (name, value)]
+            reply = await server.client.post("/api/v1/create_session", content=b"{}", headers=headers)
+            assert (reply.status_code, reply.json()["detail"]) == (400, f"the header {name} is given twice")
+
+    run(work())
+
+
+@pytest.mark.parametrize(
     ("content", "text"),
     [
         (b"{", "no JSON|is none"),
