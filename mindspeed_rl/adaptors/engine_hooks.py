@@ -54,7 +54,7 @@ def compile_forms_at_once(llm: LLM) -> None:
 
     vLLM compiles forms in threads, and a request waits outside of the batch until its own is ready: with one process per engine
     the time decides which requests share a step, and so the last bits of their log-probs. With tensor parallelism
-    (external_launcher) vLLM compiles at once by itself. Looked up in 0.32.
+    (external_launcher) vLLM compiles at once by itself. Looked up in 0.23 and 0.32.
     """
     core: Any = llm.llm_engine.engine_core
     core.engine_core.structured_output_manager._use_async_grammar_compilation = False

@@ -2,12 +2,14 @@
 
     tests/npu_sim/run.sh --junitxml results.xml && python tests/npu_sim/support_table.py results.xml...
 
-Several files (one for each part of the suite) are read as one. A row passes when all of its tests passed, is "not run"
-when one was skipped or missing, and never says more than "simulated".
+Several files (one for each part of the suite) are read as one. A row passes when all of its tests passed, fails with one of
+them, is "not run" when one was skipped, and never says more than "simulated". A row keeps its state in the document when some
+of its tests are missing from the files and none failed; a test of which only some parameters ran must not be in them.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -32,6 +34,8 @@ ROWS = (
     ("Fused attention: dense, packed, ring", "融合注意力：稠密、打包、环形", ("test_attention.",)),
     ("Qwen3-VL with images, fp32: tower, projector and language model train, attention of all of them fused",
      "带图像的 Qwen3-VL，fp32：视觉塔、投影层与语言模型参与训练，注意力全部融合", ("test_vision.test_images",)),
+    ("Qwen3-VL built without its tower (`language_model_only`), fp32: trains as on the CPU",
+     "不构建视觉塔的 Qwen3-VL（`language_model_only`），fp32：训练与 CPU 一致", ("test_vision.test_the_language",)),
     ("Rollout by vllm-ascend of prompts with images and videos (Qwen2.5-VL, Qwen3-VL, fp32): log-probs equal transformers'",
      "vllm-ascend 对带图像与视频的 prompt 进行 rollout（Qwen2.5-VL、Qwen3-VL，fp32）：log-prob 与 transformers 一致",
      ("test_vision.test_the_engine",)),
@@ -134,6 +138,8 @@ ROWS = (
      ("test_newer_features.test_the_module", "test_newer_features.test_a_rollout")),
     ("Training as a service: losses, gradients and samples of transformers and peft, fp32",
      "训练服务：损失、梯度与采样同 transformers 和 peft，fp32", ("test_newer_features.test_a_service",)),
+    ("A server process of the service: losses, steps, samples and loaded weights of the same loop in process, after a kill too",
+     "服务进程：损失、优化步、采样与载入的权重均同进程内的循环一致；被强制结束后亦然", ("test_service.",)),
     ("Cost of a step, counted: no pass waits, forward asks for no more than plain Megatron",
      "一步的开销计数：前向反向中主机不等待，前向不超过原版 Megatron", ("test_cost.",)),
     ("`tools/npu_smoke.sh`: device, HCCL, training steps, experts", "`tools/npu_smoke.sh`：设备、HCCL、训练步、专家",
@@ -161,26 +167,48 @@ def results(paths: list[Path]) -> dict[str, str]:
     return result
 
 
-def state_of(beginnings: tuple[str, ...], ran: dict[str, str]) -> str:
-    """State of a row."""
-    states = []
-    for beginning in beginnings:
-        mine = [state for name, state in ran.items() if name.startswith(beginning)]
-        states += mine or ["skipped"]
-    return "failed" if "failed" in states else "skipped" if "skipped" in states else "passed"
+def tests(folder: Path = ROOT / "tests" / "npu_sim") -> list[str]:
+    """Names (file.function) of all tests of the simulator."""
+    found = ((path.stem, node) for path in sorted(folder.glob("test_*.py")) for node in ast.parse(path.read_text()).body)
+    functions = ((file, node.name) for file, node in found if isinstance(node, ast.FunctionDef))
+    return [f"{file}.{name}" for file, name in functions if name.startswith("test_")]
 
 
-def table(ran: dict[str, str], chinese: bool) -> str:
-    """The table in one language."""
-    words = (
-        {"passed": "模拟通过", "skipped": "未运行", "failed": "**失败**"}
-        if chinese
-        else {"passed": "passed, simulated", "skipped": "not run", "failed": "**failed**"}
-    )
+def state_of(beginnings: tuple[str, ...], names: list[str], ran: dict[str, str], before: str) -> str:
+    """State of a row, whose tests are those of `names` that begin like it; `before` where they did not all run."""
+    states = [ran.get(name, "missing") for name in names if name.startswith(beginnings)]
+    if "failed" in states:
+        return "failed"
+    if not states or "missing" in states:
+        return before
+    return "skipped" if "skipped" in states else "passed"
+
+
+#: words for (English, Chinese)
+STATES = {
+    "passed": ("passed, simulated", "模拟通过"),
+    "skipped": ("not run", "未运行"),
+    "failed": ("**failed**", "**失败**"),
+}
+
+
+def states_in(document: str, chinese: bool) -> dict[str, str]:
+    """Text of a row -> its state in a document; a row that is not there has not run."""
+    states = {words[chinese]: state for state, words in STATES.items()}
+    lines = document.split(START)[1].split(END)[0].strip().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines[2:]]
+    return {text: states[state] for text, state, _ in rows if state in states}
+
+
+def table(ran: dict[str, str], document: str, chinese: bool) -> str:
+    """The table in one language, in place of the one in `document`."""
     head = "| 内容 | 状态 | NPU 硬件 |" if chinese else "| What | State | On NPU hardware |"
     unverified = "未在 NPU 上验证" if chinese else "not verified on NPU"
+    before, names = states_in(document, chinese), tests()
     lines = [head, "|---|---|---|"]
-    lines += [f"| {row[chinese]} | {words[state_of(row[2], ran)]} | {unverified} |" for row in ROWS]
+    for row in ROWS:
+        state = state_of(row[2], names, ran, before.get(row[chinese], "skipped"))
+        lines.append(f"| {row[chinese]} | {STATES[state][chinese]} | {unverified} |")
     lines += [f"| {row[chinese]} | {'无法模拟' if chinese else 'cannot be simulated'} | {unverified} |" for row in HARDWARE]
     return "\n".join(lines)
 
@@ -195,8 +223,8 @@ def write(path: Path, text: str, start: str = START, end: str = END) -> None:
 def main() -> None:
     """Writes both documents."""
     ran = results([Path(argument) for argument in sys.argv[1:]])
-    write(ROOT / "docs" / "ascend.md", table(ran, chinese=False))
-    write(ROOT / "docs" / "zh" / "ascend.md", table(ran, chinese=True))
+    for path, chinese in ((ROOT / "docs" / "ascend.md", False), (ROOT / "docs" / "zh" / "ascend.md", True)):
+        write(path, table(ran, path.read_text(encoding="utf-8"), chinese))
 
 
 if __name__ == "__main__":
