@@ -4,7 +4,7 @@
 |---|---|---|
 | interface | _fully_shard._fsdp_api.ReduceScatter | `set_custom_reduce_scatter` takes it, and torch 2.9 to 2.13 have it under \
 no public name |
-| order of calls | _fsdp_collectives.foreach_reduce | input and result are allocated in turn; over one rank the first is copied |
+| order of calls | _fsdp_collectives.foreach_reduce | input and result are allocated in turn; with one rank one is copied |
 
 It can go when FSDP2 hands the input on by itself where one rank has all of a weight.
 """

@@ -89,7 +89,7 @@ def _model_key(vp_stage: int, vpp: int) -> str:
 
 
 def list_surplus(model_config: ModelConfig, names: Iterable[str]) -> list[str]:
-    """Return those of the names, which no weight takes, that are surplus; a tower is not where `language_model_only` leaves it."""
+    """Return the surplus of the names that no weight takes: all, but a tower that `language_model_only` leaves out."""
     return sorted(name for name in names if model_config.vision is not None or not name.startswith(TOWER))
 
 

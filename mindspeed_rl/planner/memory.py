@@ -525,9 +525,9 @@ def _sharded_update(run: RunShape, model: Model, stage: int) -> dict[str, int]:
 
 
 def _last_reduction(run: RunShape, model: Model, stage: int) -> dict[str, int]:
-    """Return the same at the end of a backward pass, when activations are gone: embedding, tower and head are reduced last."""
+    """Return the same at the end of a backward pass: embedding, tower and head are reduced last, when nothing else is there."""
     more = _sharded_update(run, model, stage)
-    return more and {**more, "reduced gradients": model.reduced_gradients()[1]}
+    return more and {**more, "gathered weights": 0, "reduced gradients": model.reduced_gradients()[1]}
 
 
 def _tower_bytes(run: RunShape, model: Model, stage: int, use: str, *, trains: bool) -> int:

@@ -185,9 +185,6 @@ class PlanExecution:
     @torch.no_grad()
     def run(self) -> Iterator[tuple[str, Tensor]]:
         """Transfer all slices; yield the gathered tensors in full. Collective over the group, done when the iterator ends."""
-        # of a transfer that failed
-        self._copies = Copies()
-        self._gathered.clear()
         ready = self._find_completions()
         size = max((bucket.num_bytes for bucket in self._buckets.values()), default=0)
         memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._indexes)))]

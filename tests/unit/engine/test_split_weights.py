@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 import torch
 from engine_steps import check_equal, steps, weights
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from mindspeed_rl.config.device_limits import SPLIT_BUFFERS
 from mindspeed_rl.engine import split_weights
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.split_weights import SplitWeightOptimizer
@@ -185,3 +189,39 @@ def test_weights_without_moments_need_none_on_the_device(make_engine: MakeEngine
     assert engine.offloader.resident_bytes()["optimizer"] == pytest.approx(2 * count, rel=0.01)
     steps(engine, 1)
     assert engine.offloader.resident_bytes()["optimizer"] == pytest.approx(10 * count, rel=0.01)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operators have made in the block and that are still there; the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {item.untyped_storage()._cdata for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and (storage := made.untyped_storage())._cdata not in given | self._known:
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def test_the_buffers_of_a_step_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 1 << 18
+    monkeypatch.setattr(split_weights, "SPLIT_WINDOW", 1 << 14)
+    weight, main = torch.linspace(-1, 1, count).bfloat16(), torch.empty(count)
+    optimizer = SplitWeightOptimizer(torch.optim.AdamW([main]), {main: weight})
+    for _ in range(2):  # the first makes the moments
+        main.grad = torch.ones(count)
+        with LiveBytes() as live:
+            optimizer.step()
+    assert live.peak == pytest.approx(SPLIT_BUFFERS * (1 << 14), rel=0.01)
