@@ -22,6 +22,9 @@ from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
 #: exponent of the largest power of two in E4M3, largest number in it, and the bias of E8M0, in which 255 is NaN
 _E4M3_EXPONENT, _E4M3_MAX, _E8M0_BIAS, _E8M0_NAN = 8, 448.0, 127, 255
 
+#: largest integer of int8 activations, whatever the integers of the weights are
+_TOKEN_MAX = 127
+
 
 class NumberFormat(Protocol):
     """One format; `values` are [rows, columns], `scales` [rows, scales of a row], and their columns are divided evenly."""
@@ -50,7 +53,8 @@ class NumberFormat(Protocol):
 
 def block_maxima(values: Tensor, block: int | None) -> Tensor:
     """Return the largest absolute values that share a scale: [rows, columns] -> [rows, scales of a row] float32."""
-    blocks = values.reshape(values.size(0), -1, block or values.size(1))
+    width = block or values.size(1)
+    blocks = values.reshape(values.size(0), values.size(1) // width, width)
     # the larger of both ends: `abs` would copy the matrix
     low, high = blocks.aminmax(dim=2)
     return torch.maximum(-low, high).float()
@@ -76,8 +80,8 @@ class _Integers:
 
     def quantize_tokens(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         maxima = block_maxima(x, None)
-        scales = torch.where(maxima > 0, maxima / 127, 1.0)
-        return (x.float() / scales).round_().clamp_(-127, 127), scales
+        scales = torch.where(maxima > 0, maxima / _TOKEN_MAX, 1.0)
+        return (x.float() / scales).round_().clamp_(-_TOKEN_MAX, _TOKEN_MAX), scales
 
 
 class _Int4(_Integers):
@@ -121,7 +125,7 @@ class _MicroscalingFp8:
 
 def _divide_columns(matrix: Tensor, scales: Tensor) -> Tensor:
     """Return [rows, scales of a row, columns of a scale]."""
-    return matrix.reshape(*scales.shape, -1)
+    return matrix.reshape(*scales.shape, matrix.size(1) // scales.size(1))
 
 
 #: value of `generate_config.quantization` -> its numbers

@@ -13,9 +13,12 @@ Not verified on NPU hardware.
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -24,8 +27,15 @@ from torch import Tensor
 _WAITS = "gradient_waits"
 #: (owner, name, what was there) of every patch
 _originals: list[tuple[Any, str, Any]] = []
-#: backward pass -> (sum, gradient) of each parameter; one may run inside another that recomputes
-_waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+
+class _Pairs(list[tuple[Tensor, Tensor]]):
+    """(sum, gradient) of each parameter; a list that can be referred to weakly."""
+
+
+#: backward pass -> its sums and gradients, which the pass itself holds until it ends or fails; one may run inside another that
+#: recomputes
+_waiting: WeakValueDictionary[int, _Pairs] = WeakValueDictionary()
 
 
 def apply() -> None:
@@ -51,8 +61,8 @@ def add(weight: Any, gradient: Tensor) -> None:
         weight.main_grad.add_(gradient)
         return
     if task not in _waiting:
-        _waiting[task] = []
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _add_together(_waiting.pop(task)))
+        pairs = _waiting[task] = _Pairs()
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_add_together, pairs))
     _waiting[task].append((weight.main_grad, gradient))
 
 
@@ -78,12 +88,15 @@ def _build_hooks(original: Callable[[Any, Any], Callable[..., None]]) -> Callabl
 
 
 @torch.no_grad()
-def _add_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients to their sums, those of each type by one call."""
-    by_type: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+def _add_together(pairs: _Pairs) -> None:
+    """Add gradients to their sums, those of each type by one call, or by several where a sum gets several."""
+    # a call adds to each of its sums once
+    lists: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor]]] = {}
+    turns: Counter[int] = Counter()
     for total, gradient in pairs:
-        by_type.setdefault(gradient.dtype, []).append((total, gradient))
-    for dtype, some in by_type.items():
+        lists.setdefault((gradient.dtype, turns[total.data_ptr()]), []).append((total, gradient))
+        turns[total.data_ptr()] += 1
+    for (dtype, _), some in lists.items():
         totals, gradients = [total for total, _ in some], [gradient for _, gradient in some]
         if dtype != torch.float32:
             # the addition of lists takes one type, and a cast of all together is one call

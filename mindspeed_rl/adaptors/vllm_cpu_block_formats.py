@@ -1,9 +1,9 @@
 """Quantized formats that vLLM's CPU build (0.32) has no kernels for: MXFP8 and W4A8 (`number_formats`), emulated.
 
 A quantization method of our own, registered in vLLM under `METHOD`. Elements and scales stay as they are loaded. The first
-product after a load makes a copy of the dequantized matrix in float32, as `vllm_cpu_linear` makes packed copies; activations
-are quantized for each product, which is computed in float32. The numbers are those of a kernel with sums in float32; it takes
-more time and memory than a float32 engine.
+product after a load makes a copy of the dequantized matrix in float32, packed as in `vllm_cpu_linear` where oneDNN is there;
+activations are quantized for each product, which is computed in float32. The numbers are those of a kernel with sums in
+float32; it takes more time and memory than a float32 engine.
 
 It can go when vLLM's CPU build has kernels for these formats that quantize activations too.
 """
@@ -38,10 +38,14 @@ class LiveBlockLinear(LiveLinear):
         """Return the product, [..., n] in the type of x."""
         if self._packed is None:
             values = self._numbers.decode(weight, scales)
-            self._packed = load_kernels().create_onednn_mm(values.t(), KEPT_SHAPES)
+            packs = load_kernels()._supports_onednn
+            self._packed = load_kernels().create_onednn_mm(values.t(), KEPT_SHAPES) if packs else values
             self._packed_bytes = values.nbytes
         rows, factors = self._numbers.quantize_tokens(x.reshape(-1, x.size(-1)))
-        out = load_kernels().onednn_mm(self._packed, rows, None)
+        if isinstance(self._packed, Tensor):
+            out = nn.functional.linear(rows, self._packed)
+        else:
+            out = load_kernels().onednn_mm(self._packed, rows, None)
         if factors is not None:
             out = out * factors
         if bias is not None:

@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.jobs import LoraShards, MegatronTarget, StoredTensor
-from mindspeed_rl.checkpoint.mcore import Adapters, OpenCheckpoint, iteration_folder
+from mindspeed_rl.checkpoint.mcore import Adapters, OpenCheckpoint, iteration_folder, list_surplus
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.checkpoint.torch_file import (
@@ -366,8 +366,7 @@ class DistFolder:
             # moments and averages have the parameters' names behind these, and would all count as unknown tensors
             and not name.startswith((*_OPTIMIZER, "rng_state", "rerun_state", "opt_param", _AVERAGE))
         }
-        # a run with `language_model_only` leaves out a tower that is there
-        extra = sorted(name for name in model_keys - used if model_config.vision is not None or not name.startswith(TOWER))
+        extra = list_surplus(model_config, model_keys - used)
         if extra and not loosely:
             raise ValueError(
                 f"{self.folder} holds {extra[0]!r}, unknown to {model_config.architecture} with num_hidden_layers "

@@ -88,6 +88,11 @@ def _model_key(vp_stage: int, vpp: int) -> str:
     return "model" if vpp == 1 else f"model{vp_stage}"
 
 
+def list_surplus(model_config: ModelConfig, names: Iterable[str]) -> list[str]:
+    """Return the surplus of the names that no weight takes: all, but a tower that `language_model_only` leaves out."""
+    return sorted(name for name in names if model_config.vision is not None or not name.startswith(TOWER))
+
+
 @dataclass(frozen=True)
 class _Holders:
     """Places of the shards of a parameter: for every shard, the ranks that hold it and the chunk's (pp_rank, vp_stage)."""
@@ -416,8 +421,7 @@ class _Reader:
 
     def _unused(self, key: tuple[Rank, int]) -> list[str]:
         names = (name for name in self.states[key] if name not in self.used[key] and not _IGNORED.search(name))
-        # a run with `language_model_only` leaves out a tower that is there
-        return sorted(name for name in names if self.model_config.vision is not None or not name.startswith(TOWER))
+        return list_surplus(self.model_config, names)
 
     def check_all_used(self) -> None:
         for rank, vp_stage in self.states:

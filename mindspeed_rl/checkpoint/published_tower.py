@@ -12,12 +12,17 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models.plan import ModelPlan, ModelSource
 
 
-def find_tower(config: MegatronConfig, source: ModelSource, names: Sequence[str]) -> Path:
+def find_tower(config: MegatronConfig, source: ModelSource, names: Sequence[str]) -> Path | None:
     """Return the first folder among those that the keys of a role name which has all tensors of the tower.
+
+    Args:
+        names: tensors of the tower; None is returned for a model that leaves out none.
 
     Raises:
         ValueError: none has.
     """
+    if not names:
+        return None
     given = (source.hf_folder, config.load, config.tokenizer_name_or_path, config.pretrained_checkpoint)
     folders = dict.fromkeys(Path(folder).expanduser() for folder in given if folder)
     for folder in folders:
@@ -34,6 +39,7 @@ def find_tower(config: MegatronConfig, source: ModelSource, names: Sequence[str]
 def read_tower(config: MegatronConfig, source: ModelSource, plan: ModelPlan) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the tower that a model leaves out, as published; none for a model that leaves out nothing."""
     names = [name for op in plan.architecture.list_left_out(plan.model_config, plan.hf_config) for name in op.hf]
-    if names:
-        folder = HfFolder(find_tower(config, source, names))
+    published = find_tower(config, source, names)
+    if published is not None:
+        folder = HfFolder(published)
         yield from ((name, folder.record(name).read()) for name in names)

@@ -339,7 +339,9 @@ def _check_head(folder: HfFolder, architecture: Architecture, model_config: Mode
     rows = folder.records[embedding].shape[0]
     for start in (0, max(0, rows - _COMPARED_ROWS)):
         stop = min(rows, start + _COMPARED_ROWS)
-        if not same_bits(*(folder.read(name, 0, start, stop) for name in (tied, embedding))):
+        # types may differ: the values are the same where one is rounded to the other
+        head, rows_of_tokens = (folder.read(name, 0, start, stop).float() for name in (tied, embedding))
+        if not same_bits(head, rows_of_tokens):
             raise ValueError(
                 f"{origin}: {tied} differs from {embedding}, to which config.json ties it; set tie_word_embeddings to false in "
                 "its config.json, or save the model again"

@@ -256,9 +256,11 @@ def _locate_images(rows: Rows, shape: BatchShape) -> list[_Located]:
     located: list[_Located] = []
     for index, (ids, lengths, spans) in enumerate(zip(rows.input_ids, rows.sequence_lengths, rows.spans)):
         images = () if rows.images is None else rows.images[index]
+        if images and shape.vision is None:
+            raise ValueError(f"row {index} of the micro-batch has {len(images)} images, and the model has no vision tower")
         try:
             sequences = [(prompt, length) for (prompt, _), length in zip(spans, lengths)]
-            starts = find_images(ids, images, shape.vision, sequences) if images and shape.vision is not None else []
+            starts = [] if shape.vision is None or not images else find_images(ids, images, shape.vision, sequences)
         except ValueError as error:
             raise ValueError(f"row {index} of the micro-batch: {error}") from None
         first = 0

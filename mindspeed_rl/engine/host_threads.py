@@ -17,7 +17,7 @@ def count_host_threads() -> int:
     On the CPU these are the ones that it has. The worker of another device has one thread from Ray, and its share of the cores.
     """
     device = platform.current()
-    if device.name == "cpu":
+    if device.is_host:
         return torch.get_num_threads()
     return max(1, count_cores() // device.device_module.device_count())
 

@@ -72,6 +72,17 @@ class InnerOptimizer(ABC):
             for group, params in zip(self.param_groups, full):
                 group["params"] = params
 
+    def step_others(self, parameters: Collection[Tensor]) -> None:
+        """Make one update by the inner optimizer of all but these parameters, and count it in every group.
+
+        TransformerEngine's and Apex's optimizers count no group without parameters, and torch's counts in its states.
+        """
+        counts = [int(group.get("step", 0)) + 1 for group in self.param_groups]
+        with self.leaving_out(parameters):
+            self.inner.step()
+        for group, count in zip(self.param_groups, counts):
+            group["step"] = count
+
 
 class EmptyMainWeights(TorchFunctionMode):
     """While a Megatron optimizer is built, its float32 copies of 16-bit weights have no memory."""

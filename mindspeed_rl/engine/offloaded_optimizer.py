@@ -321,7 +321,7 @@ class OffloadedOptimizer(InnerOptimizer):
             self._parameters[parameter] = _Parameter(weight, names, states, is_matrix)
         width = max((len(item.names) for item in self._parameters.values()), default=0)
         self._states: _States = _MemoryStates(sizes) if folder is None else _FileStates(sizes, folder, width)
-        self._copies = _NoCopies() if platform.current().name == "cpu" else _StagedCopies()
+        self._copies = _NoCopies() if platform.current().is_host else _StagedCopies()
         self._num_threads = count_host_threads()
         for parameter, record in self._parameters.items():
             for item in () if record.weight is None else record.slices(parameter.numel(), num_states=1):
@@ -359,8 +359,7 @@ class OffloadedOptimizer(InnerOptimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Make one update of all parameters from their gradients."""
-        with self.leaving_out(self._parameters):
-            self.inner.step()  # a device computes this while the host continues
+        self.step_others(self._parameters)  # a device computes this while the host continues
         grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         here = [(parameter, group) for parameter, group in grouped if parameter in self._parameters]
         here = [(parameter, group) for parameter, group in here if self._find_gradient(parameter) is not None]

@@ -22,10 +22,9 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from mindspeed_rl.config.device_limits import SPLIT_WINDOW
 from mindspeed_rl.engine.inner_optimizer import InnerOptimizer, list_parts, list_weights, replace_inner
 
-#: numbers of a window: some buffers of float32 are small beside any model, and kernels are many fewer than parameters
-WINDOW = 16 << 20
 #: a window divides a parameter at a multiple of this, so that a kernel's vectors are those of the whole parameter
 _ALIGNMENT = 1024
 #: remainder of a float32 number that lies between two bf16 numbers, where it is rounded down
@@ -73,22 +72,20 @@ class SplitWeightOptimizer(InnerOptimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Make one update of all parameters from their gradients."""
+        self.step_others(self._places)
         for group in self.param_groups:
-            count = int(group.get("step", 0)) + 1
             here = [item for item in group["params"] if item in self._places and item.grad is not None]
             for window in self._divide(here):
-                self._step_window(window, group, count)
-        with self.leaving_out(self._places):  # it counts the step, too
-            self.inner.step()
+                self._step_window(window, group)
 
     def _divide(self, parameters: Sequence[Tensor]) -> Iterator[list[_Slice]]:
         """Yield windows of parameters: slices that follow each other in the flat tensors."""
-        window, room = list[_Slice](), WINDOW
+        window, room = list[_Slice](), SPLIT_WINDOW
         for parameter in parameters:
             start, place, count = 0, self._places[parameter], parameter.numel()
             if window and window[-1].place + window[-1].stop - window[-1].start != place:
                 yield window
-                window, room = [], WINDOW
+                window, room = [], SPLIT_WINDOW
             while start < count:
                 stop = count if count - start <= room else start + room // _ALIGNMENT * _ALIGNMENT
                 if stop > start:
@@ -96,26 +93,27 @@ class SplitWeightOptimizer(InnerOptimizer):
                     room -= stop - start
                 if stop < count:
                     yield window
-                    window, room = [], WINDOW
+                    window, room = [], SPLIT_WINDOW
                 start = stop
         if window:
             yield window
 
-    def _step_window(self, window: Sequence[_Slice], group: Mapping[str, Any], count: int) -> None:
+    def _step_window(self, window: Sequence[_Slice], group: Mapping[str, Any]) -> None:
+        moments = self._make_moments()
         main, sizes = self._join(window), [item.stop - item.start for item in window]
         place = _find_range(window)
         gradients = []
         for item in window:
             assert item.parameter.grad is not None
             gradients.append(item.parameter.grad.view(-1)[item.start : item.stop])
-        first, second = (moment[place].split(sizes) for moment in self._get_moments())
+        first, second = (moment[place].split(sizes) for moment in moments)
         torch._fused_adamw_(
             list(main.split(sizes)),
             gradients,
             list(first),
             list(second),
             [],
-            [torch.full((), float(count), device=main.device)] * len(sizes),
+            [torch.full((), float(group["step"]), device=main.device)] * len(sizes),
             lr=float(group["lr"]),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -126,8 +124,8 @@ class SplitWeightOptimizer(InnerOptimizer):
         )
         self._split(window, main)
 
-    def _get_moments(self) -> tuple[Tensor, Tensor]:
-        """Return the moments of all parameters, which are zeros before the first step."""
+    def _make_moments(self) -> tuple[Tensor, Tensor]:
+        """Return the moments of all parameters, and make them where there are none: zeros."""
         if self._moments is None:
             first, second = (torch.zeros(self._size, device=self._remainders.device) for _ in range(2))
             self._moments = first, second
@@ -148,13 +146,14 @@ class SplitWeightOptimizer(InnerOptimizer):
     def _join(self, window: Sequence[_Slice]) -> Tensor:
         """Put float32 weights together, and take the marks from the second moments."""
         place = _find_range(window)
-        second = self._get_moments()[1][place]
-        main = torch.empty_like(second)
+        main = torch.empty(place.stop - place.start, device=self._remainders.device)
         torch._foreach_copy_(list(main.split([item.stop - item.start for item in window])), self._list_weights(window))
         bits = main.view(torch.int32)
         bits.add_(self._remainders[place].to(torch.int32))
-        bits.add_(second.view(torch.int32).lt(0).to(torch.int32), alpha=2 * _TIE)
-        second.abs_()
+        if self._moments is not None:
+            second = self._moments[1][place]
+            bits.add_(second.view(torch.int32).lt(0).to(torch.int32), alpha=2 * _TIE)
+            second.abs_()
         return main
 
     def _split(self, window: Sequence[_Slice], main: Tensor) -> None:
@@ -167,14 +166,15 @@ class SplitWeightOptimizer(InnerOptimizer):
         remainder = main.view(torch.int32).sub_(rounded.view(torch.int32))
         ties = remainder.eq(_TIE).to(torch.int32)
         self._remainders[place].copy_(remainder.sub_(ties, alpha=2 * _TIE))
-        # the sign is the highest bit
-        self._get_moments()[1][place].view(torch.int32).add_(ties, alpha=-(1 << 31))
+        if self._moments is not None or bool(ties.any()):
+            # the sign is the highest bit
+            self._make_moments()[1][place].view(torch.int32).add_(ties, alpha=-(1 << 31))
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
         """Give the inner optimizer float32 weights and moments as tensors of the host, to save or load them.
 
-        They are copies: what was saved from them stays as it is.
+        They are copies: what was saved from them stays as it is. Moments that are all zeros are made on the host only.
         """
         windows = list(self._divide(list(self._places)))
         hosts = self._copy_to_host(windows)
@@ -197,18 +197,22 @@ class SplitWeightOptimizer(InnerOptimizer):
 
     @torch.no_grad()
     def _copy_to_host(self, windows: Collection[Sequence[_Slice]]) -> dict[str, Tensor]:
-        moments = self._get_moments()
         main = torch.empty(self._size)
         for window in windows:
             main[_find_range(window)].copy_(self._join(window))
-        return {_MAIN: main, **{name: value.to("cpu", copy=True) for name, value in zip((_FIRST, _SECOND), moments)}}
+        if self._moments is None:
+            return {_MAIN: main, _FIRST: torch.zeros(self._size), _SECOND: torch.zeros(self._size)}
+        return {_MAIN: main, **{name: value.to("cpu", copy=True) for name, value in zip((_FIRST, _SECOND), self._moments)}}
 
     @torch.no_grad()
     def _copy_from_host(self, windows: Collection[Sequence[_Slice]], hosts: Mapping[str, Tensor]) -> None:
-        moments = self._get_moments()
-        for name, value in zip((_FIRST, _SECOND), moments):
-            value.copy_(hosts[name])
-        self._show(moments)
+        for parameter in self._places:
+            self.inner.state.pop(parameter, None)
+        if self._moments is not None or any(bool(hosts[name].any()) for name in (_FIRST, _SECOND)):
+            moments = self._make_moments()
+            for name, value in zip((_FIRST, _SECOND), moments):
+                value.copy_(hosts[name])
+            self._show(moments)
         for window in windows:
             self._split(window, hosts[_MAIN][_find_range(window)].to(self._remainders.device, copy=True))
 

@@ -326,6 +326,7 @@ class ImagePositions(DecoderInputs):
         images: ImageBatch | None,
     ) -> tuple[Tensor, Tensor | None, PackedSeqParams | None]:
         """Return the positions of text on all three axes, where they have one."""
+        self._features = None  # those of a pass that failed were not released
         if position_ids.dim() == 2:
             position_ids = position_ids.expand(3, *position_ids.shape)
         if images is not None and images.later and not model.pre_process:

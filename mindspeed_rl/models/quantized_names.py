@@ -1,4 +1,4 @@
-"""Names of the matrices that rollout engines have in int8 (`generate_config.quantization`)."""
+"""Names of the matrices that rollout engines have quantized (`generate_config.quantization`)."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ _QUANTIZED = re.compile(
 
 
 def is_quantized(name: str) -> bool:
-    """Return True for the HF name of a matrix that engines have in int8."""
+    """Return True for the HF name of a matrix that engines have quantized."""
     return _QUANTIZED.search(name) is not None

@@ -61,7 +61,7 @@ class Phase:
         *("weights", "gradients", "optimizer", "reference", "reward model", "critic", "teacher"),
         *(f"teacher_{index}" for index in range(1, 64)),
         *("rollout weights", "packed weights", "KV cache", "judge weights", "judge KV cache", "optimizer window"),
-        *("client models", "embedding gradient", "gathered weights", "gradients of all ranks"),
+        *("client models", "embedding gradient", "gathered weights", "gradients of all ranks", "reduced gradients"),
     )
     FIXED: ClassVar[tuple[str, ...]] = ("driver", "runtime", "HCCL buffers")
 
@@ -192,10 +192,10 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     start = _plan_start(run, stage, fixed)
     activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
     activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True), **_sharded_update(run, actor, stage)}
-    window = {"optimizer window": _swap_window(run, actor, stage)}
-    embedding = {"embedding gradient": _embedding_gradient(actor, stage)}
+    window = {"optimizer window": _step_window(run, actor, stage)}
+    ends = (window, {"embedding gradient": _embedding_gradient(actor, stage)}, _last_reduction(run, actor, stage))
     if engine is None:
-        moments = (activations, window, embedding, *_list_streamed_passes(run, stage))
+        moments = (activations, *ends, *_list_streamed_passes(run, stage))
         return [start, _fullest(Phases.UPDATE_ACTOR.memory, (fixed, weights, state, totals), *moments)]
     generate = run.generate
     assert generate is not None
@@ -240,11 +240,11 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
         update = {"activations": _update_activations(run, critic, own_stage)}
         update |= {"tower": _tower_bytes(run, critic, own_stage, "update", trains=True)}
         update |= _sharded_update(run, critic, own_stage)
-        critic_window = {"optimizer window": _swap_window(run, critic, own_stage)}
+        ends_of_critic = {"optimizer window": _step_window(run, critic, own_stage)}, _last_reduction(run, critic, own_stage)
         owners = (fixed, resident, weights, {"critic": totals["critic"]}, also)
-        phases.append(_fullest(Phases.UPDATE_CRITIC.memory, owners, update, critic_window))
+        phases.append(_fullest(Phases.UPDATE_CRITIC.memory, owners, update, *ends_of_critic))
     owners = (fixed, resident, weights, state, also)
-    phases.append(_fullest(Phases.UPDATE_ACTOR.memory, owners, activations, window, embedding))
+    phases.append(_fullest(Phases.UPDATE_ACTOR.memory, owners, activations, *ends))
     push = {"push buckets": _bucket_bytes(run), **({} if run.device.sleeps else serving)}
     if not disaggregated:
         push |= {"rollout weights": engine.weights, "engine adapters": engine.adapters, "draft model": engine.draft}
@@ -370,8 +370,8 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
             if model.trains:
                 update = {"activations": _update_activations(run, model, stage)}
                 update |= {"tower": _tower_bytes(run, model, stage, "update", trains=True)}
-                update |= _sharded_update(run, model, stage)
-                phases.append(_make_phase(f"update {name}", fixed, owners, update, logits))
+                update |= _sharded_update(run, model, stage) | logits
+                phases.append(_fullest(f"update {name}", (fixed, owners), update, _last_reduction(run, model, stage)))
             devices = model.dp * layout.tp
             label = name if layout.pp == 1 else f"{name} stage {stage}"
             groups.append(DeviceGroup(label, f"{devices} of its own", devices, tuple(phases)))
@@ -421,14 +421,18 @@ def _fullest(name: str, owners: tuple[dict[str, int], ...], *moments: dict[str, 
     return max((_make_phase(name, *owners, moment) for moment in moments), key=lambda phase: phase.total)
 
 
-def _swap_window(run: RunShape, model: Model, stage: int) -> int:
-    """Return the bytes of a swapped optimizer that are on the device during its step, when activations are gone."""
-    if not model.config.swap_optimizer:
-        return 0
+def _step_window(run: RunShape, model: Model, stage: int) -> int:
+    """Return the bytes that are on the device during an optimizer's step only, when activations are gone.
+
+    These are a swapped optimizer, and the buffers in which float32 weights are put together.
+    """
     elements = model.elements[stage]
+    buffers = model.split_buffers(elements)
+    if not model.config.swap_optimizer:
+        return buffers
     # without MindSpeed's optimizer the whole state is loaded
     loads_parts = run.device.sleeps and not model.holding.is_sharded
-    return model.swapped_at_once(stage, elements) if loads_parts else model.state(elements)
+    return buffers + (model.swapped_at_once(stage, elements) if loads_parts else model.state(elements))
 
 
 def _embedding_gradient(model: Model, stage: int) -> int:
@@ -517,7 +521,13 @@ def _sharded_update(run: RunShape, model: Model, stage: int) -> dict[str, int]:
     # gradients of micro-batches are added on each rank, and divided over the ranks in the last one layer by layer
     adds_up = run.micro_batches > 1 and not model.config.offload_gradients
     sums = model.full_gradients(elements) - model.gradients(elements) if adds_up else 0
-    return {**_gathered(model, stage), "gradients of all ranks": sums}
+    return {**_gathered(model, stage), "gradients of all ranks": sums, "reduced gradients": model.reduced_gradients()[0]}
+
+
+def _last_reduction(run: RunShape, model: Model, stage: int) -> dict[str, int]:
+    """Return the same at the end of a backward pass: embedding, tower and head are reduced last, when nothing else is there."""
+    more = _sharded_update(run, model, stage)
+    return more and {**more, "gathered weights": 0, "reduced gradients": model.reduced_gradients()[1]}
 
 
 def _tower_bytes(run: RunShape, model: Model, stage: int, use: str, *, trains: bool) -> int:

@@ -123,8 +123,9 @@ class PublishedRun:
         """Return the GiB that torch allocates at most in the actor's process: while it starts, or while it computes."""
         plan, actor = plan_memory(self.shape.run, self.shape.device), self.shape.actor
         phases = [phase for group in plan.groups for phase in group.phases if phase.name == Phases.UPDATE_ACTOR.memory]
-        # the other program divides the gradients of each micro-batch over the ranks, and makes the logits of all tokens
-        weights = dict.fromkeys((*Phase.FIXED, "logits", "gradients of all ranks"), 0.0)
+        # the other program divides the gradients of each micro-batch over the ranks, and makes the logits of all tokens, which
+        # are there before it reduces any
+        weights = dict.fromkeys((*Phase.FIXED, "logits", "gradients of all ranks", "reduced gradients"), 0.0)
         if self.record.get("state") == "bf16":  # weights that train, and their state, are not float32
             weights |= dict.fromkeys(("weights", "gradients", "optimizer"), 0.5)
         tokens = self.shape.tokens("update") / actor.config.context_parallel_size

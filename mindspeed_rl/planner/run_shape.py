@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from mindspeed_rl.catalogue.objective import Objective
+from mindspeed_rl.config.device_limits import SPLIT_BUFFERS, SPLIT_WINDOW
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.run import RunConfig
@@ -13,6 +14,7 @@ from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.shapes import (
     Elements,
+    count_reduced_elements,
     count_stage_elements,
     count_streamed_elements,
     find_largest_parameters,
@@ -133,6 +135,15 @@ class Model:
             return elements.dense_adapters, elements.expert_adapters
         return elements.dense, elements.expert
 
+    def _count_stepped(self, elements: Elements) -> int:
+        """Count the parameters that the optimizer of a rank steps."""
+        dense, expert = self._count_trained(elements)
+        if self.holding.is_sharded:
+            return -(-dense // self._shards) - (-expert // self._shards)
+        if self.config.use_distributed_optimizer:
+            return -(-dense // self.dp) - (-expert // self.expert_dp)
+        return dense + expert
+
     def gradients(self, elements: Elements) -> int:
         """Return the bytes of the gradients on the device, which are summed in float32 unless the run file says otherwise."""
         if self.config.offload_gradients:  # those of the layer that is reduced, and of the one before
@@ -142,6 +153,18 @@ class Model:
     def host_gradients(self, elements: Elements) -> int:
         """Return the bytes of the gradients that are summed in host memory."""
         return -(-self.full_gradients(elements) // self._shards) if self.config.offload_gradients else 0
+
+    def reduced_gradients(self) -> tuple[int, int]:
+        """Return the bytes beside `gradients` of an engine of shards while it reduces a layer, and while it reduces all else.
+
+        These are full gradients in the format of the backward pass, and the float32 input of the reduction. One rank has none:
+        its input is the gradient.
+        """
+        if not self.holding.is_sharded or not self.trains:
+            return 0, 0
+        layer, ends, head = (sum(self._count_trained(part)) for part in count_reduced_elements(self.plan, self.config))
+        reduced = self.itemsize + (4 if self.dp > 1 else 0)
+        return layer * reduced + head * self.itemsize, ends * reduced
 
     def full_gradients(self, elements: Elements) -> int:
         """Return the bytes of the gradients before they are divided over ranks: while micro-batches add to them."""
@@ -157,6 +180,12 @@ class Model:
     def offloaded(self, elements: Elements, *, stepped: bool = True) -> int:
         """Return the bytes of the optimizer's state that the host's processors update, in host memory or in a file."""
         return int(self.config.optimizer_offload_fraction * self.state(elements, stepped=stepped))
+
+    def split_buffers(self, elements: Elements) -> int:
+        """Return the bytes of the buffers in which a step puts float32 weights together (`reuse_fp32_param`)."""
+        if not (self.config.reuse_fp32_param and self.config.bf16 and self.trains):
+            return 0
+        return SPLIT_BUFFERS * min(SPLIT_WINDOW, self._count_stepped(elements))
 
     def swapped_at_once(self, stage: int, elements: Elements) -> int:
         """Return the bytes of a swapped optimizer that a step has on a device: a part, or the largest parameter.
@@ -186,13 +215,8 @@ class Model:
         has_copy = self.config.bf16 and not self.holding.has_float32_weights
         moments = 4 if self.config.optimizer_state_dtype == "bfloat16" else 8
         bytes_each = (moments if stepped else 0) + (0 if not has_copy else 2 if self.config.reuse_fp32_param else 4)
-        dense, expert = self._count_trained(elements)
-        if self.holding.is_sharded:
-            dense, expert = -(-dense // self._shards), -(-expert // self._shards)
-        elif self.config.use_distributed_optimizer:
-            dense, expert = -(-dense // self.dp), -(-expert // self.expert_dp)
         has_single_moment = self.config.optimizer == "muon" and stepped
-        return bytes_each * (dense + expert) - (4 * elements.matrices if has_single_moment else 0)
+        return bytes_each * self._count_stepped(elements) - (4 * elements.matrices if has_single_moment else 0)
 
 
 @dataclass(frozen=True)

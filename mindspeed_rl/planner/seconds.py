@@ -667,15 +667,15 @@ def _read_bytes(run: RunShape, weights: int) -> Callable[[float], float]:
     if not model_config.moe_layers:
         return lambda active: float(weights)
     assert generate is not None and model_config.num_moe_experts is not None and model_config.moe_ffn_hidden_size is not None
-    itemsize = 2.0 if generate.dtype == "bfloat16" else 4.0
-    if generate.quantization is not None:
-        row = model_config.hidden_size
-        itemsize = QUANTIZED_FORMATS[generate.quantization].count_bytes([(1, row)], int(itemsize)) / row
+    itemsize = 2 if generate.dtype == "bfloat16" else 4
     sharing = generate.infer_expert_parallel_size if generate.enable_expert_parallel else 1
     ranks = generate.infer_tensor_parallel_size * sharing
-    # three matrices an expert: gate, up and down
-    elements = 3 * model_config.hidden_size * model_config.moe_ffn_hidden_size
-    experts = elements * model_config.num_moe_experts * len(model_config.moe_layers) * itemsize / ranks
+    hidden, inner = model_config.hidden_size, model_config.moe_ffn_hidden_size
+    matrices = [(inner, hidden), (inner, hidden), (hidden, inner)]  # gate, up and down
+    expert = sum(itemsize * rows * columns for rows, columns in matrices)
+    if generate.quantization is not None:
+        expert = QUANTIZED_FORMATS[generate.quantization].count_bytes(matrices, itemsize)
+    experts = expert * model_config.num_moe_experts * len(model_config.moe_layers) / ranks
     # assumed: each token chooses its experts independently of the others, all with the same probability
     missed = 1.0 - model_config.moe_router_topk / model_config.num_moe_experts
     return lambda active: weights - experts + experts * (1.0 - missed ** (active * sharing))

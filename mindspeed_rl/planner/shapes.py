@@ -203,6 +203,18 @@ def count_streamed_elements(plan: ModelPlan, config: MegatronConfig) -> list[Ele
     return stages
 
 
+def count_reduced_elements(plan: ModelPlan, config: MegatronConfig) -> tuple[Elements, Elements, Elements]:
+    """Count the elements whose gradients an engine of shards reduces together.
+
+    Returns:
+        Those of the largest layer, of what is in no layer, and what of these has gradients while layers are reduced: the head.
+    """
+    sections = _list_sections(plan, config)
+    layers = [elements for name, elements in sections.items() if isinstance(name, int)]
+    head = sections["post"] + (sections["pre"] if "tied" in sections else Elements())
+    return max(layers, key=lambda layer: layer.parameters), _count_ends(plan, config, 0), head
+
+
 def count_all_elements(plan: ModelPlan, config: MegatronConfig) -> Elements:
     """Count the elements of a model, not sharded; parts of a vision tower count as if they trained."""
     sections = _count_by_section(plan.architecture, plan.model_config, 1, 1, 1, config.lora_r, config.adapted_parts)

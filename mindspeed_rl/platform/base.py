@@ -112,6 +112,8 @@ class Platform(ABC):
 
     name: ClassVar[str]
     collective_backend: ClassVar[str]
+    #: True: the device is the host's processors, and its memory the host's
+    is_host: ClassVar[bool] = False
     #: name of the Ray custom resource that stands for one device, or None when devices are Ray CPUs
     ray_resource: ClassVar[str | None]
     #: what a machine needs for it, for messages

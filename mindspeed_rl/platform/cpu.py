@@ -29,6 +29,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     collective_backend = "gloo"
     ray_resource = None
+    is_host = True
     forks = True
     logit_block = 1 << 20  # stays in the processor's cache from one operator to the next
     float32_product_cost = 3.9  # one core of a Zen 5, which multiplies bfloat16 natively

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.resharding.layouts import Slice, full_slice, num_elements, slice_shape
+from mindspeed_rl.resharding.quantization import BYTE_TYPES, name_quantization
 
 #: an engine's `load_weights`: takes full tensors under HF names
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -33,8 +34,6 @@ _MAX_RUNS = 64
 _CHUNK = 1 << 22  # elements compared at a time: as int64 codes they take four times the room of halves
 
 _HALVES = (torch.bfloat16, torch.float16)
-#: types of quantized matrices and scales
-_BYTES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -194,24 +193,20 @@ def read_destinations(
     Raises:
         RuntimeError: a parameter of the engine has content that was not given, or another format.
     """
-    parameters = (parameter for name, parameter in model.named_parameters() if not name.endswith(skip))
     stored = stored or {}
-    found = {parameter.dtype for parameter in parameters if parameter.dtype in _BYTES}
-    if found != set(stored.values()):
-        actual, sent = (
-            " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "dtype"
-            for kinds in (found, stored.values())
-        )
+    held = {name: parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(skip)}
+    actual, sent = (name_quantization(kinds) for kinds in (held, stored))
+    if actual != sent:
         raise RuntimeError(
-            f"weight push: the rollout engine has its matrices in {actual}, and the trainer sends {sent}: "
-            "generate_config.quantization of both must be the same."
+            f"weight push: generate_config.quantization of the rollout engine is {actual}, and the trainer sends {sent}: "
+            "both must be the same."
         )
     return _Reader(model, load, shapes, dtype, skip, stored).read()
 
 
 def _encode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Return elements of a type whose upper bits are codes of the numbers, which are below _BASE (of one byte: _BYTE_BASE)."""
-    if dtype in _BYTES:
+    if dtype in BYTE_TYPES:
         return (numbers + 1).to(torch.uint8).view(dtype)
     codes = numbers + _MIN_NORMAL
     if dtype in _HALVES:
@@ -221,7 +216,7 @@ def _encode(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _decode(elements: Tensor) -> Tensor:
     """Return the numbers that `_encode` took; negative where nothing was loaded."""
-    if elements.dtype in _BYTES:
+    if elements.dtype in BYTE_TYPES:
         return elements.contiguous().view(torch.uint8).to(torch.int64) - 1
     if elements.dtype in _HALVES:
         return elements.contiguous().view(torch.int16).to(torch.int64) - _MIN_NORMAL

@@ -25,6 +25,8 @@ from mindspeed_rl.resharding.layouts import Slice, intersect, relative_index
 from mindspeed_rl.resharding.trained_weights import TrainedWeights
 
 _SCALE = "_scale"
+#: types of quantized matrices and scales
+BYTE_TYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
 def quantize_side(trained: TrainedWeights, quantization: str) -> TrainedWeights:
@@ -70,6 +72,19 @@ def stored_dtypes(names: Collection[str], quantization: str | None) -> dict[str,
     if QUANTIZED_FORMATS[quantization].scale_bytes == 1:
         types |= dict.fromkeys((name + _SCALE for name in names), torch.uint8)
     return types
+
+
+def name_quantization(types: Mapping[str, torch.dtype]) -> str:
+    """Return the value of `generate_config.quantization` that tensors are in: null for none, their types where it is no value.
+
+    Args:
+        types: type of each tensor by name, of HF or of an engine; others than of one byte do not count.
+    """
+    found = {(name.endswith(_SCALE), kind) for name, kind in types.items() if kind in BYTE_TYPES}
+    known = {name: stored_dtypes(("",), name) for name in QUANTIZED_FORMATS}
+    kinds = {name: {(key == _SCALE, kind) for key, kind in stored.items()} for name, stored in known.items()}
+    names = " and ".join(sorted({str(kind).removeprefix("torch.") for _, kind in found}))
+    return next((name for name in kinds if kinds[name] == found), names or "null")
 
 
 def quantize_tensors(

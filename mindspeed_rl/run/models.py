@@ -43,8 +43,8 @@ _MAX_HEAD_SHARE = 0.1
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 #: keys of a role that may be a name on a hub
 _HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
-#: models with experts, latent attention, gated delta nets or a tower that engines have in int8, and tests compare
-_INT8_MODELS = (
+#: models with experts, latent attention, gated delta nets or a tower that engines have quantized, and tests compare
+_QUANTIZED_MODELS = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
@@ -157,10 +157,10 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
         return
     slow = "generate_config.engine: transformers generates with it, slowly"
     kinds = _list_kinds(plan.model_config)
-    if generate.quantization is not None and kinds and plan.architecture.name not in _INT8_MODELS:
+    if generate.quantization is not None and kinds and plan.architecture.name not in _QUANTIZED_MODELS:
         raise ValueError(
             f"generate_config.quantization ({generate.quantization}) is not available for {plan.architecture.name}, which has"
-            f" {kinds[0]}; among such models it has {', '.join(_INT8_MODELS)}; leave it out"
+            f" {kinds[0]}; among such models it has {', '.join(_QUANTIZED_MODELS)}; leave it out"
         )
     if generate.quantization is not None:
         _check_blocks(model, generate, generate.quantization)

@@ -106,3 +106,14 @@ def test_tokens_are_quantized_each_on_its_own() -> None:
     rows, none = NUMBER_FORMATS["mxfp8"].quantize_tokens(x)
     alone = torch.cat([NUMBER_FORMATS["mxfp8"].quantize_tokens(line[None])[0] for line in x])
     assert none is None and torch.equal(rows, alone)
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZED_FORMATS))
+def test_a_part_without_rows_is_quantized_to_one_without_rows(name: str) -> None:
+    sizes, numbers = QUANTIZED_FORMATS[name], NUMBER_FORMATS[name]
+    values = torch.empty(0, 96)
+    scales = numbers.make_scales(block_maxima(values, sizes.block), torch.float32)
+    elements = numbers.encode(values, scales)
+    assert scales.shape == (0, 96 // (sizes.block or 96))
+    assert elements.shape == (0, 96 * sizes.element_bits // 8)
+    assert numbers.decode(elements, scales).shape == (0, 96)

@@ -14,11 +14,11 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from mindspeed_rl import platform
+from mindspeed_rl.adaptors.fsdp_reduction import build_uncopied_reduction
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.fsdp.attention import PACKED_ATTENTION, SequenceSplit, register
@@ -428,27 +428,13 @@ def _shard(module: PolicyModule | ValueModule, mesh: DeviceMesh, precision: Mixe
         if isinstance(part, FSDPModule):
             # sums: the step divides once, by the tokens of all ranks; gloo has no other reduction
             part.set_force_sum_reduction_for_comms(True)
-            if mesh.size() > 1:
+            if mesh.size() > 1:  # without a factor torch divides the sum by the ranks; groups of one rank copy a layer for it
                 part.set_gradient_divide_factor(1.0)
             if mesh[_SHARD].size() == 1:
-                part.set_custom_reduce_scatter(_WithoutCopy())
-
-
-class _WithoutCopy(ReduceScatter):
-    """The reduction over one rank: its result is the memory of its input, where FSDP would copy every gradient again."""
-
-    def __init__(self) -> None:
-        self._input: Tensor | None = None
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for an input, and at the next call the same for its result."""
-        taken, self._input = self._input, None
-        if taken is None or tuple(taken.shape) != tuple(size):  # of a reduction that failed
-            taken = self._input = torch.empty(*size, dtype=dtype, device=device)
-        return taken
-
-    def __call__(self, *arguments: Any, **settings: Any) -> None:
-        raise AssertionError("FSDP reduces nothing over one rank")
+                part.set_custom_reduce_scatter(build_uncopied_reduction())
+    # the result of a reduction without copies is the gradient only where it is not cast
+    trained = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    assert trained <= {precision.reduce_dtype}, f"weights that train are {trained}"
 
 
 def list_layers(model: PreTrainedModel) -> Sequence[nn.Module]:

@@ -159,7 +159,8 @@ class LeanAdamW(torch.optim.AdamW):
             rows.data = get_rows(parameter)
         self._host.gradients = {rows: gradients[item].contiguous() for item, rows in self._rows.items() if item in gradients}
         for outer, inner in zip(self.param_groups, self._host.param_groups):
-            inner |= {name: value for name, value in outer.items() if name != "params"} | {"step": self.num_steps}
+            counted = {"step": self.num_steps - 1}  # this step is counted there
+            inner |= {name: value for name, value in outer.items() if name != "params"} | counted
         self._host.step()
         self._host.gradients = {}
 

@@ -107,5 +107,16 @@ def test_a_backward_pass_that_fails_adds_nothing_later() -> None:
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     with pytest.raises(RuntimeError, match="a fault"):
         ddp(Failing.apply(torch.ones(4, WIDTH).bfloat16().requires_grad_())).float().sum().backward()
+    assert not vector_gradients._waiting
     again, _ = add_up()
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, sums))
+
+
+def test_a_sum_that_gets_two_gradients_in_one_pass_has_both() -> None:
+    totals = [torch.zeros(WIDTH) for _ in range(2)]
+    gradients = [torch.full((WIDTH,), float(1 << index)).bfloat16() for index in range(4)]
+    pairs = [(totals[index % 2], gradient) for index, gradient in enumerate(gradients)]
+    with Additions() as additions:
+        vector_gradients._add_together(vector_gradients._Pairs(pairs))
+    assert [total.tolist() for total in totals] == [[1.0 + 4.0] * WIDTH, [2.0 + 8.0] * WIDTH]
+    assert additions.calls["_foreach_add_"] == 2

@@ -8,7 +8,10 @@ from torch import nn
 
 from mindspeed_rl.adaptors import cpu_halves
 from mindspeed_rl.adaptors.vllm_cpu import VllmCpuHooks
-from mindspeed_rl.adaptors.vllm_cpu_linear import LiveLinear, forget_packed, live_layers
+from mindspeed_rl.adaptors.vllm_cpu_block_formats import LiveBlockLinear
+from mindspeed_rl.adaptors.vllm_cpu_linear import LiveLinear, forget_packed, live_layers, load_kernels
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
+from mindspeed_rl.number_formats import NUMBER_FORMATS, block_maxima
 
 
 def weight_of(rows: int = 512, columns: int = 256, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -96,3 +99,17 @@ def test_a_load_of_weights_and_a_release_of_memory_drop_the_copies() -> None:
     pack()
     forget_packed(model)
     assert hooks.packed_bytes(model) == 0
+
+
+@pytest.mark.parametrize("quantization", ["mxfp8", "w4a8"])
+def test_block_formats_are_multiplied_without_onednn_too(monkeypatch: pytest.MonkeyPatch, quantization: str) -> None:
+    numbers, block = NUMBER_FORMATS[quantization], QUANTIZED_FORMATS[quantization].block
+    weight, x, bias = weight_of(48, 96), weight_of(5, 96), torch.randn(48)
+    scales = numbers.make_scales(block_maxima(weight, block), torch.float32)
+    elements = numbers.encode(weight, scales)
+    rows, factors = numbers.quantize_tokens(x)
+    exact = rows.double() @ numbers.decode(elements, scales).double().t() * (1.0 if factors is None else factors) + bias
+    monkeypatch.setattr(load_kernels(), "_supports_onednn", False)
+    monkeypatch.delattr(load_kernels(), "create_onednn_mm")
+    found = LiveBlockLinear(quantization).multiply(x, elements, scales, bias)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)

@@ -65,3 +65,8 @@ def test_exports_need_the_published_tensors(folders: tuple[Path, Path]) -> None:
     assert find_tower(MegatronConfig(tokenizer_name_or_path=str(model)), source, names) == model
     with pytest.raises(ValueError, match="name the published folder in tokenizer_name_or_path"):
         find_tower(MegatronConfig(), source, names)
+
+
+def test_a_model_without_a_tower_has_nothing_to_look_for(folders: tuple[Path, Path]) -> None:
+    source = ModelSource(folders[1] / "huggingface", folders[1], "training")
+    assert find_tower(MegatronConfig(language_model_only=True), source, []) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from test_round_trip import add_prediction_layer, load_folder
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.cli.convert import main
+from mindspeed_rl.models.plan import read_model
 
 LAYERS = 4
 
@@ -136,3 +140,16 @@ def test_a_fused_tensor_holds_no_expert_and_no_layer_too_many(tmp_path: Path, ca
         more = copied(tmp_path / name, tmp_path / f"{name}-more", tensors=tensors)
         text = error_of(capsys, "--load-dir", more, "--save-dir", tmp_path / "out")
         assert "model.layers.7." in text and "unknown to" in text
+
+
+@pytest.mark.parametrize(("change", "refuses"), [(0.0, False), (2.0**-8, True)])
+def test_a_tied_head_is_compared_by_its_values(tmp_path: Path, change: float, refuses: bool) -> None:
+    """A head in float32 with the values of an embedding in bfloat16 is tied to it."""
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**tiny_models.COMMON, "tie_word_embeddings": True}))
+    model.bfloat16().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].float() + change
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    architecture, model_config, _ = read_model(tmp_path)
+    with pytest.raises(ValueError, match="lm_head.weight differs") if refuses else contextlib.nullcontext():
+        check_hf_tensors(tmp_path, architecture, model_config, loosely=False)

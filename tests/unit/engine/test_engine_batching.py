@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tiny_vision import NoiseImage
 
 from mindspeed_rl.engine.batching import (
     BatchShape,
@@ -325,3 +326,9 @@ def test_a_rank_without_rows_has_a_filler_with_the_columns_of_others(batching: M
     filler = build_filler(rows, shape, torch.device("cpu"))
     assert filler.is_filler and filler.num_tokens == 0 and not filler.predicted_mask.any() and len(filler.labels) == 0
     assert {name: column.shape[0] for name, column in filler.columns.items()} == {"weights": 1, "top": 1, "row": 1}
+
+
+def test_images_of_a_model_without_a_tower_are_refused() -> None:
+    rows = Rows([torch.arange(1, 6)], [3], images=[(NoiseImage(1, 2, 2),)])
+    with pytest.raises(ValueError, match="row 0 of the micro-batch has 1 images, and the model has no vision tower"):
+        build_micro_batch(rows, [0], BatchShape(packed=True), CPU)

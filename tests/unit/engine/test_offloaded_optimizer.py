@@ -216,3 +216,16 @@ def test_the_inner_optimizer_is_shown_all_states_only_while_a_checkpoint_needs_t
             assert all(set(part.optimizer.state[value]) == {"exp_avg", "exp_avg_sq"} for value in parameters)
             assert all(value.untyped_storage().size() > 0 for value in parameters)
         assert {value.untyped_storage().size() for value in parameters} == {0}
+
+
+def test_updates_are_counted_where_the_inner_optimizer_has_no_parameter_left() -> None:
+    start = torch.linspace(-1, 1, 2000)
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
+    expected, moved = start.clone(), start.clone()
+    reference = torch.optim.AdamW([expected], **settings)
+    optimizer = OffloadedOptimizer(torch.optim.AdamW([moved], **settings), {}, [moved], None)
+    for step in range(3):
+        expected.grad = moved.grad = torch.randn(2000, generator=torch.Generator().manual_seed(step))
+        reference.step()
+        optimizer.step()
+    assert torch.equal(moved, expected)

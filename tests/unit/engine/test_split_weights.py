@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_steps import check_equal, steps
+from engine_steps import check_equal, steps, weights
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from mindspeed_rl.config.device_limits import SPLIT_BUFFERS
 from mindspeed_rl.engine import split_weights
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.split_weights import SplitWeightOptimizer
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weight_average import WeightAverage
 
 MakeEngine = Callable[..., TrainEngine]
 KEYS = {"weight_decay": 0.1, "lr_decay_style": "linear", "clip_grad": 0.5, "bf16": True}
@@ -31,7 +36,7 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that divide the tiny model's weights, and join others."""
-    monkeypatch.setattr(split_weights, "WINDOW", 1000)
+    monkeypatch.setattr(split_weights, "SPLIT_WINDOW", 1000)
     monkeypatch.setattr(split_weights, "_ALIGNMENT", 64)
 
 
@@ -140,10 +145,83 @@ def test_an_average_is_evaluated_in_place_of_weights_without_copies(make_engine:
     plain, split = make_engine(**KEYS), make_engine(**KEYS, **SPLIT)
     for engine in (plain, split):
         steps(engine, 2)
-        kept = {name: weight.clone() for name, weight in engine.list_trained().items()}
-        for weight in engine.list_trained().values():
-            weight.zero_()
-        for name, weight in engine.list_trained().items():
-            weight.copy_(kept[name])
+        kept = weights(engine)
+        average = WeightAverage(engine.list_trained, decay=0.5)
+        steps(engine, 1)
+        average.update()
+        later = weights(engine)
+        with average.in_place():
+            for shown, first, second in zip(weights(engine), kept, later, strict=True):
+                assert torch.equal(shown, torch.lerp(first.float(), second.float(), 0.5).to(shown.dtype))
+        assert all(torch.equal(shown, weight) for shown, weight in zip(weights(engine), later, strict=True))
     assert steps(plain, 2) == steps(split, 2)
     check_equal(plain, split)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_updates_are_counted_where_the_inner_optimizer_counts_none(left: int) -> None:
+    """torch's AdamW counts in its states, and FusedAdam of TransformerEngine and Apex only groups with parameters."""
+    starts = [torch.linspace(-1, 1, 3000).bfloat16(), torch.linspace(-2, 2, 500)[: 500 * left]]
+    mains = [start.float().clone() for start in starts]
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
+    reference = torch.optim.AdamW([main.clone() for main in mains], **settings)
+    optimizer = SplitWeightOptimizer(torch.optim.AdamW(mains[: 1 + left], **settings), {mains[0]: starts[0]})
+    for step in range(3):
+        for group in (reference.param_groups[0], optimizer.param_groups[0]):
+            for index, parameter in enumerate(group["params"]):
+                parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2 * step + index))
+        reference.step()
+        optimizer.step()
+    with optimizer.on_host():
+        for main, expected in zip(mains[: 1 + left], reference.param_groups[0]["params"]):
+            assert torch.equal(main, expected)
+
+
+def test_weights_without_moments_need_none_on_the_device(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """A run that starts from weights alone has 2 bytes a number until its first step, and 10 from then on."""
+    plain = make_engine(**KEYS)
+    steps(plain, 2)
+    CheckpointSaver(plain, tmp_path).save(2, {})
+    engine = make_engine(**KEYS, **SPLIT, finetune=True)
+    count = sum(weight.numel() for weight in engine.list_trained().values())
+    CheckpointSaver(engine, tmp_path / "first").save(0, {})
+    load_checkpoint(engine, tmp_path)
+    assert engine.offloader.resident_bytes()["optimizer"] == pytest.approx(2 * count, rel=0.01)
+    steps(engine, 1)
+    assert engine.offloader.resident_bytes()["optimizer"] == pytest.approx(10 * count, rel=0.01)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operators have made in the block and that are still there; the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {item.untyped_storage()._cdata for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and (storage := made.untyped_storage())._cdata not in given | self._known:
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def test_the_buffers_of_a_step_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 1 << 18
+    monkeypatch.setattr(split_weights, "SPLIT_WINDOW", 1 << 14)
+    weight, main = torch.linspace(-1, 1, count).bfloat16(), torch.empty(count)
+    optimizer = SplitWeightOptimizer(torch.optim.AdamW([main]), {main: weight})
+    for _ in range(2):  # the first makes the moments
+        main.grad = torch.ones(count)
+        with LiveBytes() as live:
+            optimizer.step()
+    assert live.peak == pytest.approx(SPLIT_BUFFERS * (1 << 14), rel=0.01)

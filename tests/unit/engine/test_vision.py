@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import tiny_vision
 import torch
 from tiny_vision import END, IMAGE, START, NoiseImage
 
 from mindspeed_rl.engine import vision as engine_vision
-from mindspeed_rl.engine.vision import ImageBatch, PlacedImages, VisionEncoder, build_tower, compute_axis_positions, find_images
+from mindspeed_rl.engine.vision import (
+    ImageBatch,
+    ImagePositions,
+    PlacedImages,
+    VisionEncoder,
+    build_tower,
+    compute_axis_positions,
+    find_images,
+)
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.model_config import VisionConfig
 
@@ -147,3 +158,19 @@ def test_a_video_takes_the_runs_of_its_own_token_and_its_time_counts_in_steps() 
     assert positions[0, 17:29].tolist() == [9] * 4 + [11] * 4 + [14] * 4  # 9 + 2.8 = 11.8, 9 + 5.6 = 14.6
     assert positions[1, 17:29].tolist() == [9, 9, 10, 10] * 3 and positions[2, 17:29].tolist() == [9, 10] * 6
     assert positions[:, 29:32].tolist() == [[11, 12, 13]] * 3
+
+
+def test_a_pass_that_failed_leaves_no_features_to_the_next_one() -> None:
+    vision = read_vision("qwen3")
+    stage: Any = ImagePositions(vision)
+    received, hidden = torch.randn(8, 1, 16), torch.randn(6, 1, 16)
+    decoder = SimpleNamespace(input_tensor=received)
+    model = SimpleNamespace(pre_process=False, decoder=decoder, set_input_tensor=lambda tensor: None)
+    ids = build_row(SMALL)
+    owners = torch.where(ids == IMAGE, 0, -1)
+    images = ImageBatch.build([SMALL], owners, torch.zeros_like(owners), vision, [(owners, torch.zeros_like(owners))])
+    stage.prepare(model, ids[None], torch.arange(len(ids))[None], None, None, images)
+    assert len(stage.send(hidden)) == 7  # with the one feature of the image
+    # no layer ran to the end, and the next micro-batch has no images
+    stage.prepare(model, ids[None], torch.arange(len(ids))[None], None, None, None)
+    assert torch.equal(stage.send(hidden), hidden)

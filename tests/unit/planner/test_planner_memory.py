@@ -17,6 +17,7 @@ from published import MODELS
 
 from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
+from mindspeed_rl.config.device_limits import SPLIT_BUFFERS
 from mindspeed_rl.config.loader import build_run_config, load_run_config
 from mindspeed_rl.config.run_files import apply_values, compose, find_project_configs, locate
 from mindspeed_rl.models.architecture import Architecture
@@ -32,6 +33,7 @@ from mindspeed_rl.planner.engine import _count_quantized_bytes, _count_rollout_e
 from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, compute_head_bytes, compute_layer_bytes, plan_memory
 from mindspeed_rl.planner.run_files import read_block, read_folder
+from mindspeed_rl.planner.run_shape import Model
 from mindspeed_rl.planner.shapes import count_stage_elements, list_grouped_ops, plan_role
 from mindspeed_rl.platform import resolve_name
 from mindspeed_rl.run.draft import draft
@@ -573,6 +575,29 @@ def test_moments_of_the_other_engine_are_counted_where_they_are(keys: dict[str, 
     assert plan.host.checkpoint == pytest.approx((4 + saved) * count, rel=1e-3)
 
 
+def test_a_reduction_of_gradients_needs_full_ones_however_many_ranks_divide_them() -> None:
+    values: dict[str, Any] = {"actor_config__engine": "fsdp", "actor_config__offload_gradients": True}
+    values |= {f"actor_config__{name}_model_parallel_size": 1 for name in ("tensor", "pipeline")}
+    values |= {"rl_config__init_kl_coef": 0.0, "rl_config__max_prompt_length": 64}
+    values |= {"generate_config__sampling_config__max_tokens": 64}
+    values |= {"rl_config__use_dynamic_bsz": False, "actor_config__recompute_granularity": "full"}
+    values |= {"actor_config__recompute_method": "uniform", "actor_config__recompute_num_layers": 1}
+    for devices in (8, 32):
+        plan = planned("grpo_qwen3_8b_A3", **values, rl_config__actor_resource={"num_npus": devices})
+        owners = next(phase for phase in plan.groups[0].phases if phase.name == "update").owners
+        assert "activations" not in owners  # with short rows the last reduction is the fullest moment
+        assert owners["reduced gradients"] == (2 + 4) * (2 * 151936 * 4096 + 4096)
+
+
+def test_the_buffers_of_split_weights_are_counted_in_their_step() -> None:
+    for block, count in (("tiny_qwen25", None), ("qwen3_0p6b", 16 << 20)):
+        config = MegatronConfig(**BLOCKS[block], bf16=True, reuse_fp32_param=True)
+        model = Model.build(config, 1, trains=True)
+        (elements,) = model.elements
+        assert model.split_buffers(elements) == SPLIT_BUFFERS * (count or elements.parameters)
+        assert not replace(model, trains=False).split_buffers(elements)
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 def test_gradients_that_leave_the_device_are_counted_on_the_host(devices: int) -> None:
     values: dict[str, Any] = {"actor_config__engine": "fsdp", "rl_config__actor_resource": {"num_npus": devices}}
@@ -587,6 +612,9 @@ def test_gradients_that_leave_the_device_are_counted_on_the_host(devices: int) -
     # several micro-batches are added up in full before ranks divide them, or divided at once
     assert here.get("gradients of all ranks", 0) == pytest.approx(4 * count * (1 - 1 / devices), rel=1e-3)
     assert "gradients of all ranks" not in there
+    # bf16 gradients of a layer in full, and the float32 input where there are other ranks, beside those of head and norm
+    layer = 4096 * (32 + 2 * 8) * 128 + 32 * 128 * 4096 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    assert there["reduced gradients"] == (2 if devices == 1 else 2 + 4) * layer + 2 * (ends // 2 + 4096)
     # an engine of shards has gradients in an update only
     assert [phase.name for phase in plans[0].groups[0].phases if "gradients" in phase.owners] == ["update"]
     on_host = [plan.host.owners.get("gradients", 0) for plan in plans if plan.host is not None]

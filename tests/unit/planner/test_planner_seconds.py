@@ -557,5 +557,7 @@ def test_a_step_of_int8_experts_reads_the_bytes_that_tokens_choose() -> None:
     # 48 layers of 128 experts with three matrices of 2048 x 768, of which a token chooses 8
     experts = 48 * 128 * 3 * 2048 * 768
     assert full(1000) - full(1) == pytest.approx(2 * experts * 120 / 128, rel=1e-6)
-    assert int8(1000) - int8(1) == pytest.approx(experts * 120 / 128, rel=1e-6)
+    # a byte for each element, and a scale of bfloat16 for each row
+    rows = 48 * 128 * (768 + 768 + 2048)
+    assert int8(1000) - int8(1) == pytest.approx((experts + 2 * rows) * 120 / 128, rel=1e-6)
     assert 0 < int8(1) < full(1)

@@ -151,8 +151,20 @@ def test_an_engine_in_another_quantized_format_is_refused(group: None) -> None:
     side = quantize_side(TrainedWeights(held, BLOCK_SHAPES, None, torch.device("cpu"), 1 << 14), "mxfp8")
     engine = EngineModel(side.shapes, EngineRank(1, 0), torch.bfloat16)
     stored = stored_dtypes(side.quantized, "mxfp8")
-    with pytest.raises(RuntimeError, match="engine has its matrices in int8, and the trainer sends uint8"):
+    with pytest.raises(RuntimeError, match="quantization of the rollout engine is int8, and the trainer sends mxfp8"):
         read_destinations(engine, engine.load_weights, side.shapes, torch.bfloat16, stored=stored)
+
+
+@pytest.mark.parametrize(("served", "trained"), [("mxfp8", "w4a8"), ("w4a8", "mxfp8")])
+def test_formats_whose_elements_have_one_type_are_told_apart(group: None, served: str, trained: str) -> None:
+    held = {name: {full_slice(shape): [0]} for name, shape in BLOCK_SHAPES.items()}
+    parts = TrainedWeights(held, BLOCK_SHAPES, None, torch.device("cpu"), 1 << 14)
+    engine = EngineModel(quantize_side(parts, served).shapes, EngineRank(1, 0, quantization=served), torch.bfloat16)
+    side = quantize_side(parts, trained)
+    with pytest.raises(RuntimeError, match=f"quantization of the rollout engine is {served}, and the trainer sends {trained}"):
+        read_destinations(
+            engine, engine.load_weights, side.shapes, torch.bfloat16, stored=stored_dtypes(side.quantized, trained)
+        )
 
 
 @pytest.mark.parametrize("name", [DOWN, f"{DOWN}_scale"])
@@ -176,10 +188,10 @@ def test_an_engine_whose_format_is_another_is_refused(group: None) -> None:
     held = {name: {full_slice(shape): [0]} for name, shape in SHAPES.items()}
     side = quantize_side(TrainedWeights(held, SHAPES, None, torch.device("cpu"), 1 << 14), "int8")
     plain = EngineModel(SHAPES, EngineRank(1, 0), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="engine has its matrices in dtype, and the trainer sends int8"):
+    with pytest.raises(RuntimeError, match="of the rollout engine is null, and the trainer sends int8"):
         read_destinations(plain, plain.load_weights, side.shapes, torch.bfloat16, stored=stored_dtypes(side.quantized, "int8"))
     small = EngineModel(side.shapes, EngineRank(1, 0), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="engine has its matrices in int8, and the trainer sends dtype"):
+    with pytest.raises(RuntimeError, match="of the rollout engine is int8, and the trainer sends null"):
         read_destinations(small, small.load_weights, SHAPES, torch.bfloat16)
 
 
