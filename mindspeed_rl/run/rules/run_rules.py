@@ -69,18 +69,10 @@ def _lengths(run: Run) -> Iterator[Broken]:
 
 
 def _packing(run: Run) -> Iterator[Broken]:
-    cfg, actor, rl = run.config, run.config.actor_config, run.config.rl_config
+    actor, rl = run.config.actor_config, run.config.rl_config
     if actor.neat_pack and not (actor.pack and actor.reset_attention_mask):
         text = "[neat_pack:name] needs [pack:last] and [reset_attention_mask:last]"
         yield violate("neat_pack", text, None, {"pack": True, "reset_attention_mask": True})
-    metadata = cfg.model_metadata.get("actor_config")
-    if rl is not None and rl.is_multimodal and metadata is not None and not cfg.reads_images:
-        kind = "read without its tower (language_model_only)" if metadata.reads_images else "a model of text"
-        text = f"[is_multimodal:name] is true, but {metadata.folder} is {kind}"
-        yield violate("model_of_images", text, {"is_multimodal": False})
-    if actor.language_model_only and metadata is not None and not metadata.reads_images:
-        text = f"[language_model_only:name] is true, but {metadata.folder} has no vision tower to leave out"
-        yield violate("language_model_only", text, {"language_model_only": False})
     if rl is not None and rl.use_remove_padding and rl.use_prefix_grouper and actor.has_ring_attention:
         yield violate(
             "prefixes_are_whole",
@@ -89,6 +81,30 @@ def _packing(run: Run) -> Iterator[Broken]:
             "and a token that several sequences share would have a place in none of them",
             {"use_prefix_grouper": False, "actor_config.context_parallel_algo": "ulysses_cp_algo"},
         )
+
+
+def _images(run: Run) -> Iterator[Broken]:
+    """Check that every role sees the images of the rows, and that a tower which is left out exists."""
+    cfg, rl = run.config, run.config.rl_config
+    metadata = cfg.model_metadata.get("actor_config")
+    if rl is not None and rl.is_multimodal and metadata is not None and not cfg.reads_images:
+        kind = "read without its tower (language_model_only)" if metadata.reads_images else "a model of text"
+        text = f"[is_multimodal:name] is true, but {metadata.folder} is {kind}"
+        yield violate("model_of_images", text, {"is_multimodal": False})
+    # a model whose files are not on this machine may be one of images
+    has_images = cfg.reads_images or metadata is None and not cfg.actor_config.language_model_only
+    for group in ROLE_GROUPS:
+        is_actor, role = group == "actor_config", getattr(cfg, group)
+        # a role without a group has the actor's keys
+        if role is None or not role.language_model_only or not is_actor and group not in cfg.set_keys:
+            continue
+        key, own = f"{group}.language_model_only", cfg.model_metadata.get(group)
+        if own is not None and not own.reads_images and (is_actor or "language_model_only" in cfg.set_keys[group]):
+            text = f"[{key}:name] is true, but {own.folder} has no vision tower to leave out"
+            yield violate("language_model_only", text, {key: False})
+        elif not is_actor and has_images:
+            text = f"[{key}:name] is true, but [actor_config.language_model_only:name] is not: images of rows would be left out"
+            yield violate("role_without_tower", text, {key: False}, {"actor_config.language_model_only": True})
 
 
 def _dynamic_context(run: Run) -> Iterator[Broken]:
@@ -932,6 +948,7 @@ RUN_RULES = (
     _number_format,
     _lengths,
     _packing,
+    _images,
     _dynamic_context,
     _prediction_layers,
     _roles,
