@@ -434,7 +434,8 @@ def _elastic(run: Run) -> Iterator[Broken]:
         )
         return
     if run.generate.infer_expert_parallel_size > 1:
-        text = f"[{key}:name] needs [infer_expert_parallel_size] 1: a server on the actor's devices has all experts"
+        text = f"[{key}:name] needs generate_config.infer_expert_parallel_size: 1 (it is [infer_expert_parallel_size:value]): "
+        text += "a server on the actor's devices has all experts"
         yield violate("elastic_experts", text, {key: False}, {"infer_expert_parallel_size": 1})
     devices = run.placement.world_size or 0
     if tensor >= 1 and devices % tensor:
@@ -456,7 +457,8 @@ def _elastic(run: Run) -> Iterator[Broken]:
     if rl.parameter_sync_step > 1:
         yield violate(
             "elastic_sync_step",
-            f"[{key}:name] needs [parameter_sync_step] 1: between two weight syncs the trainers have newer weights than the "
+            f"[{key}:name] needs rl_config.parameter_sync_step: 1 (it is [parameter_sync_step:value]): between two weight "
+            "syncs the trainers have newer weights than the "
             "other servers, and the servers on their devices would generate with these under the older version",
             {"parameter_sync_step": 1},
             {key: False},
@@ -509,7 +511,8 @@ def _elastic_training(run: Run) -> Iterator[Broken]:
         )
         yield violate("elastic_training_high", text, {"elastic_training_high": ahead} if ahead > 0 else off)
     if rl.parameter_sync_step > 1:
-        text = f"[{key}] needs [parameter_sync_step] 1: the level is measured before each weight sync"
+        text = f"[{key}] needs rl_config.parameter_sync_step: 1 (it is [parameter_sync_step:value]): "
+        text += "the level is measured before each weight sync"
         yield violate("elastic_training_sync_step", text, {"parameter_sync_step": 1}, off)
     roles = [role for role in (actor, run.config.critic_config) if role is not None]
     if any(role.save is None or role.no_save_optim or role.no_load_optim for role in roles):

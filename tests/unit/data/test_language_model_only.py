@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 from vision_folder import encode, make_folder
 
-from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.cli.main import main
+from mindspeed_rl.config import MegatronConfig, load_run_config
+from mindspeed_rl.data.images import ImageRules
+from mindspeed_rl.data.media_limits import MediaLimits
 from mindspeed_rl.data.preprocess import run
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.prompts import PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.trainers.supervised_data import list_data_checks
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 TEXT = {"instruction": "ab", "output": "c"}
 IMAGE = {"instruction": "ab <image>", "output": "c", "images": ["image.png"]}
 
@@ -103,3 +107,13 @@ def test_prompts_with_images_are_refused_raw_and_prepared(folder: Path, tmp_path
     prefix = prepare(folder, tmp_path, row, handler=handler, image_folder=str(folder), map_keys=names, prompt_type="hf")
     with pytest.raises(ValueError, match=r"row 0: has images or videos, as 1 rows have"):
         load(prefix)
+
+
+def test_the_form_for_text_in_a_run_file_is_sound(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = (line for line in (CONFIGS / "grpo_qwen35_9b_A2.yaml").read_text().splitlines() if "For text alone" in line)
+    words = line.partition(": ")[2].split()
+    assert main(["explain", "--config-name", "grpo_qwen35_9b_A2", *words]) == 0, capsys.readouterr().err
+    actor = load_run_config("grpo_qwen35_9b_A2", CONFIGS, words).actor_config
+    # also where the model and its limits are at hand
+    assert actor.language_model_only and actor.image_folder is None
+    assert ImageRules.read(folder, MediaLimits.from_keys(actor)) is None
