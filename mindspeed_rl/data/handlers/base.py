@@ -288,7 +288,7 @@ class Handler(ABC):
                 " leave such rows out, or the key"
             )
         if where:
-            raise MalformedRowError(f"has images ({where}), which {type(self).__name__} does not read; {_IMAGE_READERS}")
+            raise MalformedRowError(f"has images, which {type(self).__name__} does not read; {_IMAGE_READERS}")
 
     def read_system(self, row: Row, system: str | None = None) -> str | None:
         """Read the column of the system prompt; the value of the conversation's own system message where there is none.

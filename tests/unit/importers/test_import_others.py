@@ -299,6 +299,12 @@ def test_mindspeed_llm_computes_the_parts_of_layers_again(
         assert keys.get("recompute_granularity") == granularity, order
 
 
+def test_slime_computes_one_module_again() -> None:
+    options = "--num-rollout 10 --recompute-modules core_attn --recompute-granularity selective"
+    keys = take("slime", SLIME + options).tree
+    assert keys["megatron_training"]["recompute_modules"] == ["core_attn"]
+
+
 def test_mindspeed_llm_keeps_the_activation_that_adapters_of_grouped_experts_read() -> None:
     options = "--moe-zero-memory level1 --moe-grouped-gemm --lora-r 8 --lora-target-modules linear_fc1 linear_fc2"
     run = take("mindspeed-llm", f"{LLM} {options}")
