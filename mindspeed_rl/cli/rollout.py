@@ -113,9 +113,9 @@ def _check_replicas(generate: GenerateConfig, copies: int | None) -> GenerateCon
     """
     shares, arguments = generate.enable_expert_parallel, generate.engine_kwargs or {}
     reason = (
-        "a server is one replica. Engines that share no experts (generate_config.enable_expert_parallel) are several: start a "
-        "server for each, with devices and a port of its own, and name all of them in generate_config.vllm_server_host: "
-        "requests are balanced over them, and the responses are the same"
+        "a server is one replica, whose engines share experts (generate_config.enable_expert_parallel). For several replicas "
+        "start a server each, with its own devices and port. Name them all in generate_config.vllm_server_host, which balances "
+        "requests"
     )
     if copies is not None and copies < 1:
         raise ValueError(f"--data-parallel-size {copies} must be above 0")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, open_indexed
+from mindspeed_rl.data.indexed import DOCUMENTS, IGNORE_INDEX, IndexedColumns, open_indexed
 from mindspeed_rl.data.summary import mark_text
 from mindspeed_rl.texts import cut_middle
 
@@ -90,11 +90,13 @@ def describe_columns(
     sides = [name.removesuffix("input_ids") for name in columns.columns if name.endswith("input_ids")]
     sides.sort()  # chosen before rejected
     lengths = np.maximum.reduce([columns.lengths(f"{side}input_ids") for side in sides])
-    card = {"rows": f"{len(columns):,}", "lengths": describe_lengths(lengths, seq_length)}
+    unit = "documents" if DOCUMENTS in columns.columns else "rows"
+    card = {unit: f"{len(columns):,}", "lengths": describe_lengths(lengths, seq_length)}
     labelled = [side for side in sides if f"{side}labels" in columns.columns]  # a reward model reads only the answers
     if labelled:
         card["trained"] = _count_trained(columns, labelled)
-    if labelled and stage not in ("prm", "orm") and not _has_ends(columns, labelled, tokenizer.eos_token_id):
+    has_answers = stage not in ("prm", "orm") and DOCUMENTS not in columns.columns
+    if labelled and has_answers and not _has_ends(columns, labelled, tokenizer.eos_token_id):
         card["ends"] = (
             f"no answer ends with the end token {tokenizer.eos_token}: a model that learns them does not stop;"
             " the template of prompt_type, or append_eod, writes it"

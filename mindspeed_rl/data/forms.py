@@ -11,6 +11,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import Row
 from mindspeed_rl.data.handlers.base import Handler
+from mindspeed_rl.data.images import is_media
 from mindspeed_rl.data.sources import RowSource, TaggedRow, read_rows
 
 #: what a row is to a stage: a document, samples with answers, a pair of answers, one judged answer, or judged steps
@@ -56,10 +57,6 @@ def _is_list_with(*keys: str) -> Callable[[object], bool]:
         )
 
     return test
-
-
-def _is_media(value: object) -> bool:
-    return value not in (None, "", [])
 
 
 def _is_judgement(value: object) -> bool:
@@ -116,8 +113,8 @@ _PAIR = {"chosen": _is_answer, "rejected": _is_answer}
 #: kind -> its forms; the first that a row has is taken
 FORMS: dict[Kind, tuple[Form, ...]] = {
     "documents": (
-        Form("text with images", "ImageTextPretrainHandler", {"text": _is_text, "images": _is_media}),
-        Form("text with videos", "ImageTextPretrainHandler", {"text": _is_text, "videos": _is_media}),
+        Form("text with images", "ImageTextPretrainHandler", {"text": _is_text, "images": is_media}),
+        Form("text with videos", "ImageTextPretrainHandler", {"text": _is_text, "videos": is_media}),
         Form("text", "GeneralPretrainHandler", {"text": _is_text}),
         Form("content", "GeneralPretrainHandler", {"text": _is_text}, {"text": "content"}),
         Form("ShareGPT", "SharegptPretrainHandler", {"messages": _TURNS}),

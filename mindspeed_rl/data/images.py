@@ -699,6 +699,30 @@ def read_parts(content: object) -> tuple[object, tuple[str, ...]]:
     return join_texts(texts), tuple(references)
 
 
+def is_media(value: object) -> bool:
+    """Return True for what may be one or several images or videos: not for nothing, and not for numbers."""
+    if isinstance(value, (list, tuple)):
+        return any(map(is_media, value))
+    if isinstance(value, (str, bytes, Mapping)):
+        return bool(value)
+    return value is not None and not isinstance(value, (bool, int, float))
+
+
+def find_media(row: Mapping[str, object]) -> str:
+    """Return where a row has images or videos, such as "column images" or "message parts"; empty for a row of text."""
+    for name in (*_COLUMNS, *VIDEO_COLUMNS):
+        if is_media(row.get(name)):
+            return f"column {name}"
+    return "message parts" if any(map(_has_part, row.values())) else ""
+
+
+def _has_part(value: object) -> bool:
+    """Return True where a value of a row has parts of messages that are images or videos."""
+    if isinstance(value, Mapping):
+        return value.get("type") in (*_IMAGE_PARTS, *VIDEO_PARTS) or any(map(_has_part, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_has_part, value))
+
+
 def _is_video_part(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in VIDEO_PARTS
 

@@ -36,6 +36,8 @@ UNPAIRED_COLUMNS = ("input_ids", "labels", "desirable")
 SUFFIXES = (".bin", ".idx")
 #: indexed columns of a dataset with images: encoded bytes of a row's images and a zero, and their number, bytes and grids
 IMAGE_BYTES, IMAGE_SIZES = "images", "image_sizes"
+#: column of documents with images, which tells them from samples: 1 for each row
+DOCUMENTS = "documents"
 #: tokens that are checked together, and how often at most
 _CHECKED_TOKENS, _CHECKED_CHUNKS = 1 << 22, 256
 #: types of tokens by their code in an index
@@ -218,7 +220,7 @@ def check_columns(prefix: Path, vocab_size: int, key: str) -> None:
     paths = {name: column_prefix(prefix, name) for name in names} or {"": str(prefix)}
     for name, path in paths.items():
         try:
-            if name in ("attention_mask", SAMPLE_LENGTHS, IMAGE_BYTES, IMAGE_SIZES) or name.endswith(TEXT_BYTES):
+            if name in ("attention_mask", SAMPLE_LENGTHS, IMAGE_BYTES, IMAGE_SIZES, DOCUMENTS) or name.endswith(TEXT_BYTES):
                 read_index(path)
             else:
                 check_token_ids(path, vocab_size, allows_ignored=name.endswith("labels"))
@@ -269,6 +271,25 @@ def list_packed_columns(prefix: str | Path) -> list[str]:
         if match:
             columns.append(match["column"])
     return sorted(columns)
+
+
+def check_text_only(prefix: str | Path) -> None:
+    """Check that no row of a dataset has images, which a model without its tower would read as text.
+
+    Raises:
+        ValueError: a row has; see also `read_index`.
+    """
+    prefix = Path(prefix).expanduser()
+    if not {IMAGE_BYTES, IMAGE_SIZES} <= {*list_packed_columns(prefix)}:
+        return
+    path = column_prefix(prefix, IMAGE_BYTES)
+    has_images = read_index(path).lengths > 1  # a row of text has only the zero
+    if has_images.any():
+        raise ValueError(
+            f"{path}.bin, row {int(np.argmax(has_images))}: has images or videos, as {int(has_images.sum())} rows have, which a"
+            " model without its tower does not see (language_model_only: true); preprocess without such rows, or leave the key"
+            " out"
+        )
 
 
 def is_paired(prefix: str | Path) -> bool:

@@ -103,7 +103,9 @@ def _build_handler(config: PreprocessConfig) -> Handler:
     if rules is not None:
         images = ImageReader.build(rules, tokenizer, config.image_folder)
     if config.image_folder is not None and not (rules and kind.can_read_images):
-        reason = f"{config.handler_name} reads none" if rules else "tokenizer_name_or_path has no model with images"
+        other = "language_model_only leaves out the tower" if config.language_model_only else ""
+        other = other or "tokenizer_name_or_path has no model with images"
+        reason = f"{config.handler_name} reads none" if rules else other
         raise ValueError(f"image_folder={config.image_folder!r} has no meaning: {reason}")
     return kind(HandlerSettings(tokenizer=tokenizer, template=template, images=images, **settings))
 

@@ -45,7 +45,14 @@ from mindspeed_rl.data.images import (
     read_image,
     read_references,
 )
-from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_SIZES, TEXT_BYTES, IndexedColumns, list_packed_columns
+from mindspeed_rl.data.indexed import (
+    IGNORE_INDEX,
+    IMAGE_SIZES,
+    TEXT_BYTES,
+    IndexedColumns,
+    check_text_only,
+    list_packed_columns,
+)
 from mindspeed_rl.data.json_columns import OBJECT_COLUMNS, has_messages, read_object
 from mindspeed_rl.data.messages import OPENAI, choose_form, parse_list, read_messages, sharegpt_form
 from mindspeed_rl.data.prompt_cache import TokenizedRows
@@ -109,7 +116,8 @@ class PromptSettings:
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not requested.
     system_prompt is the system prompt of every row that has none. tools are function schemas for every prompt whose template
     can write them; a row's own take their place. image_rules belong to a model of images, image_folder has the images of
-    relative paths. vocab_size is the size of the model's vocabulary, which has every token of a prompt.
+    relative paths, and language_model_only refuses rows with images. vocab_size is the size of the model's vocabulary, which
+    has every token of a prompt.
     """
 
     prompt_type: str | None = None
@@ -122,6 +130,7 @@ class PromptSettings:
     tools: tuple[Mapping[str, object], ...] = ()
     image_rules: ImageRules | None = None
     image_folder: str | None = None
+    language_model_only: bool = False
     vocab_size: int | None = None
     chat_template_kwargs: Mapping[str, object] | None = None
 
@@ -145,6 +154,7 @@ class PromptSettings:
             on_bad_row=actor.on_bad_row,
             system_prompt=actor.system_prompt,
             image_folder=actor.image_folder,
+            language_model_only=actor.language_model_only,
         )
 
     def load_template(self, tokenizer: PreTrainedTokenizerBase) -> Template | HfTemplate:
@@ -495,6 +505,8 @@ def open_prompts(
     check_prompt_files(data_path)
     named, (data_path, start, stop) = str(data_path), split_slice(str(data_path))
     if list_packed_columns(data_path):
+        if settings.language_model_only:
+            check_text_only(data_path)
         indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys, settings.image_rules)
         lengths = indexed.rows.lengths("input_ids")[start:stop]
         _check_slice(named, start, len(lengths))
@@ -739,6 +751,7 @@ def _build_handler(
             system_prompt=settings.system_prompt,
             tools=settings.tools,
             images=images,
+            language_model_only=settings.language_model_only,
         )
     )
     if not isinstance(handler, PromptHandler):
@@ -757,6 +770,7 @@ def _read_prompts(handler: PromptHandler, chunk: Chunk) -> PromptChunk:
         try:
             if isinstance(row, MalformedRowError):
                 raise row
+            handler.check_images(row)
             drafts.append((number, handler.render(row)))
         except MalformedRowError as error:
             left_out.append(LeftOutRow(number, DropReason.MALFORMED, error))

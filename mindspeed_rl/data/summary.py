@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_BYTES, IMAGE_SIZES
+from mindspeed_rl.data.indexed import DOCUMENTS, IGNORE_INDEX, IMAGE_BYTES, IMAGE_SIZES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: columns of marks and bytes
+_UNSHOWN = ("attention_mask", IMAGE_BYTES, DOCUMENTS)
 
 
 @dataclass
@@ -102,7 +105,7 @@ def render_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, np.
     parts = []
     for name, tokens in columns.items():
         # other columns hold no tokens, or the same text once more
-        if name in ("attention_mask", IMAGE_BYTES) or name.endswith("_utf8") and name.removesuffix("_utf8") in columns:
+        if name in _UNSHOWN or name.endswith("_utf8") and name.removesuffix("_utf8") in columns:
             continue
         if name == IMAGE_SIZES:
             sizes = np.reshape(tokens[1:], (-1, 4))

@@ -70,11 +70,11 @@ class ImageBatch:
         counts = torch.tensor([vision.count_tokens(image.grid) for image in mine], dtype=torch.int64)
         starts = counts.cumsum(0) - counts
 
-        def place(owners: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        def locate(owners: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
             tokens = (owners >= 0).nonzero()[:, 0]
             return tokens, starts[torch.searchsorted(present, owners[tokens])] + rows[tokens] if mine else tokens
 
-        return cls(mine, *place(owners, rows), tuple(place(*shifted) for shifted in later))
+        return cls(mine, *locate(owners, rows), tuple(locate(*shifted) for shifted in later))
 
     def count_features(self, vision: VisionConfig) -> int:
         """Return the rows of the concatenated features."""

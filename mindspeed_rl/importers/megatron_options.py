@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import Option, SourceCommand, by, no_effect, part, refused, same, to, with_others
@@ -13,6 +14,7 @@ from mindspeed_rl.importers.translators import offload_optimizer, set_tensorboar
 from mindspeed_rl.run.rules.violation import format_value
 
 _PROFILER = "profiler_config.integrated"
+_GRANULARITY = f"{ACTOR}.recompute_granularity"
 #: value of a learning rate's style there -> here
 _STYLES: dict[object, str] = {name: name for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
 
@@ -25,8 +27,8 @@ _KEYS = (
     "moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff no_bias_dropout_fusion "
     "no_check_for_nan_in_loss_and_grad no_gradient_accumulation_fusion no_load_optim no_load_rng no_masked_softmax_fusion "
     "no_save_optim no_save_rng num_layers_per_virtual_pipeline_stage num_workers overlap_grad_reduce overlap_param_gather "
-    "pipeline_model_parallel_size pretrained_checkpoint recompute_granularity recompute_method recompute_modules "
-    "recompute_num_layers reset_attention_mask reset_position_ids save save_interval seed seq_length sequence_parallel "
+    "pipeline_model_parallel_size pretrained_checkpoint recompute_method recompute_num_layers "
+    "reset_attention_mask reset_position_ids save save_interval seed seq_length sequence_parallel "
     "skip_train split tensor_model_parallel_size train_iters transformer_impl use_distributed_optimizer use_flash_attn "
     "use_mcore_models use_tp_pp_dp_mapping vocab_extra_ids weight_decay"
 )
@@ -132,8 +134,74 @@ _REFUSED: dict[str, str] = {
 }
 
 
-def _recompute(run: Import, option: str, value: object) -> None:
-    run.translate(option, {f"{ACTOR}.recompute_granularity": "selective"} if value else {}, "" if value else "off")
+@dataclass(frozen=True)
+class RecomputedParts:
+    """What options of a project compute again of each layer, besides Megatron's own options.
+
+    Attributes:
+        modules: names as in recompute_modules.
+        keys: further keys.
+        notes: option -> why a part of it is off here.
+    """
+
+    modules: tuple[str, ...] = ()
+    keys: Mapping[str, object] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def list_recomputation(
+    names: tuple[str, ...] = (), read: Callable[[Mapping[str, object]], RecomputedParts] = lambda options: RecomputedParts()
+) -> dict[str, Option]:
+    """Return the options of what is computed again in the backward pass, which make one set of keys in any order.
+
+    Args:
+        names: further options of a project.
+        read: returns what these compute again.
+    """
+    own = ("recompute_granularity", "recompute_activations", "recompute_modules")
+
+    def translate(run: Import, option: str, value: object) -> None:
+        name = option.removeprefix(run.prefix)
+        if value in (None, False, "disable"):
+            run.note(option, "off")
+            return
+        keys, notes = _read_recomputation(run.options, read(run.options))
+        if name not in own and keys.get(_GRANULARITY) == "full":
+            whole = run.options.get("recompute_method", "uniform") == "uniform"
+            rest = "" if whole else "; others than the first recompute_num_layers keep what this option frees"
+            run.note(option, f"recompute_granularity: full computes whole layers again{rest}")
+        elif name == "recompute_modules" and _read_granularity(run.options) != "selective":
+            run.note(option, "only recompute_granularity selective reads it")
+        elif name in notes:
+            run.note(option, notes[name])
+        else:
+            run.translate(option, keys)
+
+    formula = "recompute_granularity and recompute_modules, of all these options together"
+    return dict.fromkeys((*own, *names), by(translate, formula))
+
+
+def _read_granularity(options: Mapping[str, object]) -> object:
+    """Return Megatron's granularity, where recompute_activations overrules the other option."""
+    return "selective" if options.get("recompute_activations") else options.get("recompute_granularity")
+
+
+def _read_recomputation(options: Mapping[str, object], parts: RecomputedParts) -> tuple[dict[str, object], Mapping[str, str]]:
+    """Return the keys of what is computed again, and the notes of options that are off."""
+    granularity = _read_granularity(options)
+    if granularity == "full":
+        return {_GRANULARITY: granularity}, {}
+    given = options.get("recompute_modules") if granularity is not None else None
+    modules = [*(given if isinstance(given, list) else [] if given is None else [given])]
+    if parts.modules and granularity is not None and given is None:
+        modules = ["core_attn"]  # Megatron's default
+    modules = list(dict.fromkeys([*modules, *parts.modules]))
+    keys: dict[str, object] = dict(parts.keys)
+    if granularity is not None or modules:
+        keys[_GRANULARITY] = granularity or "selective"
+    if modules:
+        keys[f"{ACTOR}.recompute_modules"] = modules
+    return keys, parts.notes
 
 
 def _profiled_ranks(run: Import, option: str, value: object) -> None:
@@ -224,7 +292,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
             "torch_dist",
         ),
         "ckpt_step": to(f"{ACTOR}.load_iteration"),
-        "recompute_activations": by(_recompute, "recompute_granularity: selective"),
+        **list_recomputation(),
         "tensorboard_dir": by(set_tensorboard, "use_tensorboard"),
         **{name: to(f"rl_config.{name}") for name in ("wandb_project", "wandb_exp_name", "wandb_save_dir")},
         "profile": to(f"{_PROFILER}.profile"),

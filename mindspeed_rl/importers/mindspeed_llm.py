@@ -12,7 +12,13 @@ from mindspeed_rl.config.compat.aliases import ENGINE_NAMES
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.importers import mindspeed_fsdp2
-from mindspeed_rl.importers.megatron_options import build_megatron_table, describe_megatron, read_layout
+from mindspeed_rl.importers.megatron_options import (
+    RecomputedParts,
+    build_megatron_table,
+    describe_megatron,
+    list_recomputation,
+    read_layout,
+)
 from mindspeed_rl.importers.options import (
     Option,
     SourceCommand,
@@ -382,28 +388,18 @@ _RECOMPUTED = {
 }
 
 
-def _recompute_part(run: Import, option: str, value: object) -> None:
-    """Set the parts of a layer that are computed again; all options together make one list."""
-    if not value or value == "disable":
-        run.note(option, "off")
-        return
-    options = run.options
-    if options.get("recompute_granularity") == "full":
-        whole = options.get("recompute_method", "uniform") == "uniform"
-        text = "recompute_granularity: full computes whole layers again"
-        run.note(option, text if whole else f"{text}; others than the first recompute_num_layers keep what this option frees")
-        return
-    asked = [part for name, part in _RECOMPUTED.items() if options.get(name) not in (None, False, "disable")]
-    if options.get("moe_zero_memory") == "level1":  # only the activation of the experts
-        asked = [part for part in asked if part != "moe"]
-    given = options.get("recompute_modules") or (["core_attn"] if options.get("recompute_granularity") == "selective" else [])
-    parts = list(dict.fromkeys([*(given if isinstance(given, list) else [given]), *asked]))
-    keys: dict[str, object] = {}
-    if asked:
-        keys |= {f"{ACTOR}.recompute_granularity": "selective", f"{ACTOR}.recompute_modules": parts}
-    if options.get("moe_zero_memory") == "level1":
-        keys[f"{ACTOR}.recompute_activation_function"] = True
-    run.translate(option, keys)
+def _read_recomputed(options: Mapping[str, object]) -> RecomputedParts:
+    """Return the parts of a layer that options besides Megatron's compute again."""
+    asked = {name: part for name, part in _RECOMPUTED.items() if options.get(name) not in (None, False, "disable")}
+    if options.get("moe_zero_memory") != "level1":
+        return RecomputedParts(tuple(asked.values()))
+    del asked["moe_zero_memory"]  # only the activation of the experts
+    targets = options.get("lora_target_modules")
+    adapted = {"linear_fc1", "linear_fc2"} & {*(targets if isinstance(targets, list) else [targets])}
+    if adapted and options.get("moe_grouped_gemm"):
+        text = "memory: adapters of grouped experts read the activation, so that it stays until the backward pass"
+        return RecomputedParts(tuple(asked.values()), notes={"moe_zero_memory": f"off here, for which the cost is {text}"})
+    return RecomputedParts(tuple(asked.values()), {f"{ACTOR}.recompute_activation_function": True})
 
 
 def _mask_type(run: Import, option: str, value: object) -> None:
@@ -427,7 +423,7 @@ _LLM: dict[str, Option] = {
         "mtp_loss_scale share_mtp_embedding_and_output_weight".split(), no_effect("only num_nextn_predict_layers reads it")
     ),
     "mtp_after_norm": part(PREDICTION),
-    **dict.fromkeys(_RECOMPUTED, by(_recompute_part, "recompute_granularity: selective with recompute_modules")),
+    **list_recomputation(tuple(_RECOMPUTED), _read_recomputed),
     "ai_framework": no_effect("PyTorch computes here; MindSpore runs the same Megatron there", "pytorch", "mindspore"),
     "moe_router_load_balancing_type": to(
         f"{ACTOR}.moe_router_load_balancing_type",

@@ -411,10 +411,12 @@ _REFUSED: dict[str, Option] = {
     "reward_adapters": refused("a reward model with adapters; write reward_config.load and reward_config.base_model"),
     **each("mcore_adapter mcore_ref_adapter", refused("adapters in Megatron's format; --adapters takes a PEFT folder")),
     "mcore_ref_model": refused("a reference in Megatron's format; write ref_config.load"),
-    **{name: to(f"{ACTOR}.{name}") for name in ("vit_lr", "aligner_lr", "max_pixels", "freeze_vit", "freeze_aligner")},
+    **{
+        name: to(f"{ACTOR}.{name}")
+        for name in ("vit_lr", "aligner_lr", "max_pixels", "freeze_vit", "freeze_aligner", "language_model_only")
+    },
     "vllm_limit_mm_per_prompt": by(_limit_media, "limit_mm_image_per_prompt"),
     "norm_bbox": refused("boxes of objects in images"),
-    "language_model_only": no_effect("models of text"),
     **each("num_labels problem_type mrl_dims", refused("models that classify or embed")),
     **each("cached_dataset cached_val_dataset interleave_prob custom_dataset_info", refused("this form of datasets")),
     "streaming": with_others("the order of rows"),

@@ -61,7 +61,7 @@ def offload_optimizer(group: str, default: float) -> dict[str, Option]:
 
 def note_remote_code(run: Import, option: str, value: object) -> None:
     """Note that the code of a model folder stays off, with the keys that a user who trusts it sets."""
-    if value in (True, "True", "true", 1):
+    if value in (True, "True", "true", 1, "1"):
         text = "code of a model folder does not run: for a model that needs it and that you trust, set "
         text += f"{ACTOR}.trust_remote_code (engine: fsdp) and {ENGINE}.trust_remote_code"
         run.note(option, text, changes_nothing=False)

@@ -23,7 +23,7 @@ from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.expert_map import check_expert_map
 from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.images import describe_images, list_grids, prepare_images, read_references
-from mindspeed_rl.data.indexed import check_columns, list_packed_columns
+from mindspeed_rl.data.indexed import check_columns, check_text_only, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
 from mindspeed_rl.data.tokenizer import (
     check_special_tokens,
@@ -335,8 +335,17 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     for key, path in list_prompt_paths(run).items():
         if isinstance(path, str):
             yield partial(check_prompt_files, path, key)
+            if actor.language_model_only:
+                yield partial(_check_text_only, path, key)
     if run.rl.judge_prompt is not None or run.rl.judge_rubric is not None:
         yield partial(JudgeForm, RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
+
+
+def _check_text_only(path: str, key: str) -> None:
+    try:
+        check_text_only(split_slice(path)[0])
+    except ValueError as error:
+        raise ValueError(f"actor_config.{key}: {error}") from error
 
 
 def _describe_weights(run: Run) -> list[str]:

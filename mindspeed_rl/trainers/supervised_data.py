@@ -22,10 +22,12 @@ from mindspeed_rl.data.datasets import InstructionDataset, StoredLogProbs
 from mindspeed_rl.data.forms import STAGE_KINDS, Reading, choose_reading
 from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.data.indexed import (
+    DOCUMENTS,
     UNPAIRED_COLUMNS,
     IndexedColumns,
     check_columns,
     check_sample_lengths,
+    check_text_only,
     column_prefix,
     is_paired,
     list_packed_columns,
@@ -102,6 +104,37 @@ def list_data_checks(config: MegatronConfig) -> Iterator[Callable[[], object]]:
         return
     for key, location in _list_locations(config):
         yield partial(_check_location, config, key, location)
+    if config.stage == "pretrain":
+        yield partial(_check_documents, config)
+
+
+def _check_documents(config: MegatronConfig) -> None:
+    """Raise ValueError for documents with images in a blend, or next to documents of text, which have other files."""
+    locations = list(_list_locations(config))
+    if len(locations) == 1 and not isinstance(config.data_path, list):
+        return
+    try:
+        with_images = [one for one in locations if _has_image_documents(config, *one)]
+    except ValueError:  # the check of the location names it
+        return
+    for key, location in with_images:
+        if isinstance(getattr(config, key), list):
+            raise ValueError(f"megatron_training.{key}: {location} has documents with images, which are not blended; give one")
+    if with_images and (rest := [one for one in locations if one not in with_images]):
+        (key, location), (other_key, other) = with_images[0], rest[0]
+        raise ValueError(
+            f"megatron_training.{key}: {location} has documents with images, and megatron_training.{other_key}: {other}"
+            " documents of text only; give two data sets of one form (handler_name: ImageTextPretrainHandler reads rows of text"
+            " as the former)"
+        )
+
+
+def _has_image_documents(config: MegatronConfig, key: str, location: str) -> bool:
+    """Return True for documents with images, raw or as a prefix."""
+    assert config.stage is not None
+    if _is_raw(config.stage, location):
+        return handler_class(_open_raw(config, key, location).reading.handler).packed
+    return _form_of(config.stage, Path(location).expanduser()) != config.stage
 
 
 def _refuse(message: str) -> None:
@@ -138,8 +171,11 @@ def _check_location(config: MegatronConfig, key: str, location: str) -> None:
         return
     path = Path(location).expanduser()
     stage = _form_of(stage, path)
-    if stage == "sft" and config.stage == "pretrain" and isinstance(getattr(config, key), list):
-        raise ValueError(f"megatron_training.{key}: {location} has documents with images, which are not blended; give one")
+    if config.language_model_only:
+        try:
+            check_text_only(path)
+        except ValueError as error:
+            raise ValueError(f"megatron_training.{key}: {error}") from error
     if stage == "pretrain":
         missing, hint = [f"{location}.idx"], "give the whole prefix, with _text_document, or raw data"
         missing = [] if Path(f"{path}.idx").is_file() else missing
@@ -165,7 +201,7 @@ def _is_raw(stage: str, location: str) -> bool:
 
 def _form_of(stage: str, prefix: Path) -> str:
     """Return the stage with the columns of a dataset: documents with images have those of samples."""
-    return "sft" if stage == "pretrain" and list_packed_columns(prefix) else stage
+    return "sft" if stage == "pretrain" and DOCUMENTS in list_packed_columns(prefix) else stage
 
 
 def _open_raw(config: MegatronConfig, key: str, location: str) -> _RawData:

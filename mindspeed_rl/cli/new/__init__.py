@@ -329,7 +329,7 @@ def _choose_sizes(kind: _Kind, model: str | None, rows: list[Row]) -> dict[str, 
         config = read_json(path / "config.json")
         # the sizes of a model of images are in a part
         content = config | (config.get("text_config") or {})
-        hidden, longest = int(content.get("hidden_size", 4096)), int(content.get("max_position_embeddings", 1024))
+        hidden, longest = int(content.get("hidden_size") or 4096), int(content.get("max_position_embeddings") or 1024)
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"--model {model}: config.json is not a model's: {error}") from None
     is_small = hidden <= 1024

@@ -23,7 +23,7 @@ from mindspeed_rl.data.conversation import (
     parse_tools,
 )
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
-from mindspeed_rl.data.images import ImageReader, StoredImage, StoredVideo
+from mindspeed_rl.data.images import ImageReader, StoredImage, StoredVideo, find_media
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_BYTES, IMAGE_SIZES
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import ArrowRow, RowSource, TaggedRow, drop_nulls
@@ -82,6 +82,7 @@ class HandlerSettings:
     placeholder_token: str = "ки"
     reward_tokens: Sequence[str] = ()
     images: ImageReader | None = None
+    language_model_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Handler(ABC):
         self.max_tokens = settings.seq_length or 100_000
         self.encoder = TextEncoder(settings.tokenizer, add_special_tokens=self.add_special_tokens)
         self.images = settings.images if self.can_read_images else None
-        self._refused_images = None if self.can_read_images else settings.images
+        self._refuses_images = settings.language_model_only or settings.images is not None and not self.can_read_images
         if self.images is not None:
             self.columns = (*self.columns, IMAGE_BYTES, IMAGE_SIZES)
         known = self.known_columns(settings)
@@ -274,6 +275,21 @@ class Handler(ABC):
                     f"has {name}={row[name]!r}, but all rows have the same weight here; leave the column out"
                 )
 
+    def check_images(self, row: object) -> None:
+        """Check that a row has no images or videos where they would be left out.
+
+        Raises:
+            MalformedRowError: it has, but the handler reads none, or the model is used without its tower.
+        """
+        where = find_media(row) if self._refuses_images and isinstance(row, Mapping) else ""
+        if where and self.settings.language_model_only:
+            raise MalformedRowError(
+                f"has images or videos ({where}), which a model without its tower does not see (language_model_only: true);"
+                " leave such rows out, or the key"
+            )
+        if where:
+            raise MalformedRowError(f"has images, which {type(self).__name__} does not read; {_IMAGE_READERS}")
+
     def read_system(self, row: Row, system: str | None = None) -> str | None:
         """Read the column of the system prompt; the value of the conversation's own system message where there is none.
 
@@ -368,11 +384,7 @@ class Handler(ABC):
                     raise row
                 if not isinstance(row, (Mapping, TaggedRow)):
                     raise MalformedRowError(f"must be an object with named columns, not {type(row).__name__}")
-                plain = row.row if isinstance(row, TaggedRow) else row
-                if self._refused_images is not None and isinstance(plain, Mapping):
-                    if self._refused_images.take(plain, list(plain))[1]:
-                        kind = type(self).__name__
-                        raise MalformedRowError(f"has images, which {kind} does not read; {_IMAGE_READERS}")
+                self.check_images(row.row if isinstance(row, TaggedRow) else row)
                 draft = self.render(row)
                 drafts.append((number, (*draft.earlier, draft)))
             except MalformedRowError as error:

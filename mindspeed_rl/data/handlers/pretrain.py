@@ -11,7 +11,7 @@ from mindspeed_rl.data.conversation import Conversation, DroppedRowError, DropRe
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerSettings, join_lines
 from mindspeed_rl.data.images import build_image_columns
-from mindspeed_rl.data.indexed import IGNORE_INDEX
+from mindspeed_rl.data.indexed import DOCUMENTS, IGNORE_INDEX
 from mindspeed_rl.data.templates import Rendering, Turn
 
 
@@ -93,6 +93,7 @@ class ImageTextPretrainHandler(DocumentHandler):
 
     def __init__(self, settings: HandlerSettings) -> None:
         Handler.__init__(self, settings)
+        self.columns = (*self.columns, DOCUMENTS)
         if self.images is None:
             raise ValueError("ImageTextPretrainHandler needs a model that reads images; GeneralPretrainHandler reads text")
 
@@ -122,7 +123,10 @@ class ImageTextPretrainHandler(DocumentHandler):
             "input_ids": np.array(tokens[:limit], np.int32),
             "attention_mask": np.ones(min(limit, len(tokens)), np.int32),
             "labels": np.array(labels[:limit], np.int32),
+            DOCUMENTS: np.ones(1, np.int32),
         }
+        if not (columns["labels"][1:] != IGNORE_INDEX).any():  # no token predicts the first one
+            raise DroppedRowError(DropReason.EMPTY_TEXT)
         return EncodedRow(columns | build_image_columns(images), truncated=len(tokens) > limit)
 
     def count_tokens(self, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:

@@ -416,7 +416,8 @@ def _list_rollout_phases(
     if moves_devices(run.config):
         actors, servers, _ = list_moved_keys(rl).values()
         full = f"{rl.elastic_training_high:g} iterations' prompts ready (mean of {rl.elastic_training_patience} iterations)"
-        back = f"back where training waits more than {rl.elastic_training_wait:.0%} and that was no gain"
+        wait = f"{rl.elastic_training_wait:.0%}"
+        back = f"they go back if training then waits for more than {wait} of the time without being faster"
         holds = f"with {full}: a resume with {actors} devices that train and {servers} that generate; {back}"
         yield "move_devices", f"{rl.elastic_training_devices} dedicated", holds
     scorers = [", ".join(rl.verifier_function)] if rl.rule_reward else []

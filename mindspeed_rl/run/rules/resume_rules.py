@@ -16,8 +16,8 @@ from mindspeed_rl.redaction import hide_in_configuration
 #: keys that follow a model's config.json, or the length of the data, where a run does not set them
 _DERIVED = frozenset(
     "model_type num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels q_lora_rank kv_lora_rank qk_head_dim "
-    "qk_pos_emb_head_dim v_head_dim num_experts n_shared_experts moe_ffn_hidden_size first_k_dense_replace padded_vocab_size "
-    "train_iters pretrained_checkpoint".split()
+    "qk_pos_emb_head_dim v_head_dim linear_attention_freq num_experts n_shared_experts moe_ffn_hidden_size "
+    "first_k_dense_replace padded_vocab_size train_iters pretrained_checkpoint".split()
 )
 #: key whose first adapter has its state in the folder of the run, so that the order of its entries counts
 ROLE_ADAPTERS = "rl_config.role_adapters"

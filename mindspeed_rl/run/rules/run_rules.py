@@ -69,18 +69,10 @@ def _lengths(run: Run) -> Iterator[Broken]:
 
 
 def _packing(run: Run) -> Iterator[Broken]:
-    cfg, actor, rl = run.config, run.config.actor_config, run.config.rl_config
+    actor, rl = run.config.actor_config, run.config.rl_config
     if actor.neat_pack and not (actor.pack and actor.reset_attention_mask):
         text = "[neat_pack:name] needs [pack:last] and [reset_attention_mask:last]"
         yield violate("neat_pack", text, None, {"pack": True, "reset_attention_mask": True})
-    metadata = cfg.model_metadata.get("actor_config")
-    if rl is not None and rl.is_multimodal and metadata is not None and not cfg.reads_images:
-        kind = "read without its tower (language_model_only)" if metadata.reads_images else "a model of text"
-        text = f"[is_multimodal:name] is true, but {metadata.folder} is {kind}"
-        yield violate("model_of_images", text, {"is_multimodal": False})
-    if actor.language_model_only and metadata is not None and not metadata.reads_images:
-        text = f"[language_model_only:name] is true, but {metadata.folder} has no vision tower to leave out"
-        yield violate("language_model_only", text, {"language_model_only": False})
     if rl is not None and rl.use_remove_padding and rl.use_prefix_grouper and actor.has_ring_attention:
         yield violate(
             "prefixes_are_whole",
@@ -89,6 +81,30 @@ def _packing(run: Run) -> Iterator[Broken]:
             "and a token that several sequences share would have a place in none of them",
             {"use_prefix_grouper": False, "actor_config.context_parallel_algo": "ulysses_cp_algo"},
         )
+
+
+def _images(run: Run) -> Iterator[Broken]:
+    """Check that every role sees the images of the rows, and that a tower which is left out exists."""
+    cfg, rl = run.config, run.config.rl_config
+    metadata = cfg.model_metadata.get("actor_config")
+    if rl is not None and rl.is_multimodal and metadata is not None and not cfg.reads_images:
+        kind = "read without its tower (language_model_only)" if metadata.reads_images else "a model of text"
+        text = f"[is_multimodal:name] is true, but {metadata.folder} is {kind}"
+        yield violate("model_of_images", text, {"is_multimodal": False})
+    # a model whose files are not on this machine may be one of images
+    has_images = cfg.reads_images or metadata is None and not cfg.actor_config.language_model_only
+    for group in ROLE_GROUPS:
+        is_actor, role = group == "actor_config", getattr(cfg, group)
+        # a role without a group has the actor's keys
+        if role is None or not role.language_model_only or not is_actor and group not in cfg.set_keys:
+            continue
+        key, own = f"{group}.language_model_only", cfg.model_metadata.get(group)
+        if own is not None and not own.reads_images and (is_actor or "language_model_only" in cfg.set_keys[group]):
+            text = f"[{key}:name] is true, but {own.folder} has no vision tower to leave out"
+            yield violate("language_model_only", text, {key: False})
+        elif not is_actor and has_images:
+            text = f"[{key}:name] is true, but [actor_config.language_model_only:name] is not: images of rows would be left out"
+            yield violate("role_without_tower", text, {key: False}, {"actor_config.language_model_only": True})
 
 
 def _dynamic_context(run: Run) -> Iterator[Broken]:
@@ -418,7 +434,8 @@ def _elastic(run: Run) -> Iterator[Broken]:
         )
         return
     if run.generate.infer_expert_parallel_size > 1:
-        text = f"[{key}:name] needs [infer_expert_parallel_size] 1: a server on the actor's devices has all experts"
+        text = f"[{key}:name] needs generate_config.infer_expert_parallel_size: 1 (it is [infer_expert_parallel_size:value]): "
+        text += "a server on the actor's devices has all experts"
         yield violate("elastic_experts", text, {key: False}, {"infer_expert_parallel_size": 1})
     devices = run.placement.world_size or 0
     if tensor >= 1 and devices % tensor:
@@ -440,7 +457,8 @@ def _elastic(run: Run) -> Iterator[Broken]:
     if rl.parameter_sync_step > 1:
         yield violate(
             "elastic_sync_step",
-            f"[{key}:name] needs [parameter_sync_step] 1: between two weight syncs the trainers have newer weights than the "
+            f"[{key}:name] needs rl_config.parameter_sync_step: 1 (it is [parameter_sync_step:value]): between two weight "
+            "syncs the trainers have newer weights than the "
             "other servers, and the servers on their devices would generate with these under the older version",
             {"parameter_sync_step": 1},
             {key: False},
@@ -493,7 +511,8 @@ def _elastic_training(run: Run) -> Iterator[Broken]:
         )
         yield violate("elastic_training_high", text, {"elastic_training_high": ahead} if ahead > 0 else off)
     if rl.parameter_sync_step > 1:
-        text = f"[{key}] needs [parameter_sync_step] 1: the level is measured before each weight sync"
+        text = f"[{key}] needs rl_config.parameter_sync_step: 1 (it is [parameter_sync_step:value]): "
+        text += "the level is measured before each weight sync"
         yield violate("elastic_training_sync_step", text, {"parameter_sync_step": 1}, off)
     roles = [role for role in (actor, run.config.critic_config) if role is not None]
     if any(role.save is None or role.no_save_optim or role.no_load_optim for role in roles):
@@ -932,6 +951,7 @@ RUN_RULES = (
     _number_format,
     _lengths,
     _packing,
+    _images,
     _dynamic_context,
     _prediction_layers,
     _roles,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.data.indexed import list_packed_columns
+from mindspeed_rl.data.indexed import DOCUMENTS, list_packed_columns
 
 #: megatron_training.stage -> module:class
 STAGES = {
@@ -24,5 +26,5 @@ _DOCUMENTS = "mindspeed_rl.workers.stages.instruction:Documents"
 def choose_stage(config: MegatronConfig) -> str:
     """Return module:class of the stage that a run file names, for its prepared data."""
     assert config.stage is not None  # a run file that trains without rollouts names one
-    has_rows = isinstance(config.data_path, str) and list_packed_columns(config.data_path)
-    return _DOCUMENTS if config.stage == "pretrain" and has_rows else STAGES[config.stage]
+    is_packed = isinstance(config.data_path, str) and DOCUMENTS in list_packed_columns(Path(config.data_path).expanduser())
+    return _DOCUMENTS if config.stage == "pretrain" and is_packed else STAGES[config.stage]

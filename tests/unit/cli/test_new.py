@@ -121,7 +121,7 @@ def test_a_model_of_the_user_gets_keys_of_its_size(tmp_path: Path) -> None:
     for hidden, rate in ((576, 2e-5), (3584, 1e-6)):
         model = tmp_path / f"model{hidden}"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps({"hidden_size": hidden}))
+        (model / "config.json").write_text(json.dumps({"hidden_size": hidden, "max_position_embeddings": None}))
         folder = tmp_path / f"run{hidden}"
         folder.mkdir()
         cfg = load_run_config(str(make(folder, "maths", "--model", str(model)) / "run.yaml"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -278,16 +279,38 @@ def test_mindspeed_llm_says_what_the_absence_of_its_features_costs() -> None:
         ("--moe-zero-memory level1", None, True),
         ("--recompute-norm --moe-zero-memory level1 --recompute-mla-up-proj", ["layernorm", "mla_up_proj"], True),
         ("--moe-zero-memory disable", None, None),
+        ("--recompute-granularity selective --recompute-modules core_attn", ["core_attn"], None),
+        (
+            "--recompute-norm --recompute-granularity selective --recompute-modules core_attn mlp",
+            ["core_attn", "mlp", "layernorm"],
+            None,
+        ),
+        ("--recompute-activations --recompute-norm", ["core_attn", "layernorm"], None),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --recompute-norm", None, None),
     ],
 )
 def test_mindspeed_llm_computes_the_parts_of_layers_again(
     options: str, modules: list[str] | None, activation: bool | None
 ) -> None:
-    keys = take("mindspeed-llm", LLM + options).tree["megatron_training"]
-    assert keys.get("recompute_modules") == modules and keys.get("recompute_activation_function") == activation
     granularity = "full" if "full" in options else None if modules is None else "selective"
-    assert keys.get("recompute_granularity") == granularity
+    for order in permutations(f"--{option}" for option in options.removeprefix("--").split(" --")):
+        keys = take("mindspeed-llm", f"{LLM} {' '.join(order)}").tree["megatron_training"]
+        assert keys.get("recompute_modules") == modules and keys.get("recompute_activation_function") == activation, order
+        assert keys.get("recompute_granularity") == granularity, order
+
+
+def test_slime_computes_one_module_again() -> None:
+    options = "--num-rollout 10 --recompute-modules core_attn --recompute-granularity selective"
+    keys = take("slime", SLIME + options).tree
+    assert keys["megatron_training"]["recompute_modules"] == ["core_attn"]
+
+
+def test_mindspeed_llm_keeps_the_activation_that_adapters_of_grouped_experts_read() -> None:
+    options = "--moe-zero-memory level1 --moe-grouped-gemm --lora-r 8 --lora-target-modules linear_fc1 linear_fc2"
+    run = take("mindspeed-llm", f"{LLM} {options}")
+    assert "recompute_activation_function" not in run.tree["megatron_training"]
+    (note,) = (text for option, text in run.without_effect.items() if "zero" in option)
+    assert "adapters of grouped experts" in note
 
 
 def test_mindspeed_llm_averages_the_micro_batches_of_sft() -> None:

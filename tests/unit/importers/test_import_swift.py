@@ -103,6 +103,11 @@ def test_what_is_not_available_is_refused_by_name(options: str, feature: str) ->
     assert feature in refusal(options)
 
 
+def test_a_model_without_its_tower_is_one_here_too() -> None:
+    assert imported("--language_model_only true").get("megatron_training.language_model_only") is True
+    assert not imported("--language_model_only false").get("megatron_training.language_model_only")
+
+
 def test_a_feature_that_is_off_is_no_feature() -> None:
     run = imported("--teacher_model None --async_generate false --dynamic_sample false --fp16 false --sync_ref_model false")
     assert run.get("rl_config.dynamic_sample") is False

@@ -12,6 +12,7 @@ import pytest
 from mindspeed_rl.config import ConfigError
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.result import Import, ImportSettings
+from mindspeed_rl.importers.translators import note_remote_code
 from mindspeed_rl.importers.verl import PROJECT
 from mindspeed_rl.importers.verl_options import TABLES
 from mindspeed_rl.rewards import REWARDS
@@ -994,6 +995,9 @@ def test_the_shape_of_a_model_that_is_here_decides(tmp_path: Path) -> None:
 def test_code_of_a_model_folder_stays_off_and_the_keys_are_named(option: str) -> None:
     run = imported(f"{option}=True")
     assert "set megatron_training.trust_remote_code (engine: fsdp) and generate_config" in run.same[option]
+    written = imported("")
+    note_remote_code(written, option, "1")  # as text, as some files have it
+    assert written.same[option] == run.same[option]
     off = imported(f"{option}=False")
     assert off.without_effect[option] == "code of a model folder does not run"
     for group in ("megatron_training", "generate_config"):

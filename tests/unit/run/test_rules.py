@@ -543,7 +543,7 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: {"elastic_rollout": True}}, "elastic_mode", ["needs rl_config.trainer_mode async", "in sync"]),
     ({R: {"elastic_rollout": True, "trainer_mode": "one_step_off"}}, "elastic_mode", ["in one_step_off", "repeats exactly"]),
     ({R: ELASTIC | {"elastic_rollout_high": 2.5}}, "elastic_high", ["elastic_rollout_high (2.5) may be at most 2:"]),
-    ({R: ELASTIC | {"parameter_sync_step": 2}}, "elastic_sync_step", ["elastic_rollout needs", "parameter_sync_step (2)"]),
+    ({R: ELASTIC | {"parameter_sync_step": 2}}, "elastic_sync_step", ["parameter_sync_step: 1 (it is 2)"]),
     (
         {R: ELASTIC | {"elastic_rollout_high": 3.5, "max_off_policy_strategy": "drop"}},
         "elastic_high",
@@ -553,7 +553,7 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: MOVING | {"trainer_mode": "one_step_off"}, M: SAVED}, "elastic_training_mode", ["in one_step_off", "repeats exactly"]),
     ({R: MOVING | {"elastic_training_devices": 4}, M: SAVED}, "elastic_training_whole", ["(4)", "num_npus (4)", "one server"]),
     ({R: MOVING | {"elastic_training_high": 1.5}, M: SAVED}, "elastic_training_high", ["(1.5) may be at most 1:"]),
-    ({R: MOVING | {"parameter_sync_step": 2}, M: SAVED}, "elastic_training_sync_step", ["needs", "parameter_sync_step (2)"]),
+    ({R: MOVING | {"parameter_sync_step": 2}, M: SAVED}, "elastic_training_sync_step", ["parameter_sync_step: 1 (it is 2)"]),
     ({R: MOVING, M: {"pipeline_model_parallel_size": 1}}, "elastic_training_save", ["needs actor_config.save", "by a resume"]),
     ({R: MOVING, M: SAVED | {"no_save_optim": True}}, "elastic_training_save", ["no_save_optim"]),
     (
