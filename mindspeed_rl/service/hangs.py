@@ -44,12 +44,19 @@ def count_hangs(folder: Path, ledger: Ledger) -> None:
     requests = ledger.store.requests
     rows = [requests[id] for id in _read_note(path) if id in requests and requests[id].finished_s is None]
     if not rows:
-        path.unlink()
+        _remove(path)
         return
     for row in rows:
         _LOG.warning("a call for request %s (%s) has ended the server %d times", row.id, row.kind, row.num_hangs + 1)
     written = ledger.journal.append(*(requests.put(row.id, num_hangs=row.num_hangs + 1) for row in rows))
-    written.add_done_callback(lambda future: future.cancelled() or future.exception() or path.unlink(missing_ok=True))
+    written.add_done_callback(lambda future: future.cancelled() or future.exception() or _remove(path))
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _LOG.warning("%s is not removed: %s", path, error)
 
 
 def _read_note(path: Path) -> list[str]:

@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgpack
 
@@ -63,27 +63,58 @@ def _pack(record: Mapping[str, Any]) -> bytes:
     return _HEAD.pack(len(data), zlib.crc32(data)) + data
 
 
+def _unpack(data: bytes, path: Path, start: int) -> Record:
+    """Return a record whose checksum is right.
+
+    Raises:
+        ValueError: it is none of this package's.
+    """
+    try:
+        record = msgpack.unpackb(data, raw=False, strict_map_key=False)
+        if not isinstance(record, dict):
+            raise ValueError(f"it is {type(record).__name__}")
+        return record
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged at byte {start}: no record, {error or type(error).__name__}") from None
+
+
+def _has_only_zeros(file: BinaryIO) -> bool:
+    """Return whether the rest of a file is zeros; its position stays."""
+    start = file.tell()
+    try:
+        return not any(any(block) for block in iter(lambda: file.read(1 << 16), b""))
+    finally:
+        file.seek(start)
+
+
 def read_journal(path: Path) -> Iterator[Record]:
     """Yield the records of a journal, and cut off a last one that is not complete.
+
+    After a loss of power a file may end in zeros, which no record has in place of its length.
 
     Raises:
         ValueError: the file is no journal, or a record in the middle is damaged.
     """
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return
+    if not path.is_file():  # a pipe would hold the server for ever
+        raise ValueError(f"{path} is no file; name another serve_config.folder")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size and file.read(len(_MAGIC)) != _MAGIC:
+        begin = file.read(len(_MAGIC))
+        if begin != _MAGIC and not _MAGIC.startswith(begin.rstrip(b"\0")):
             raise ValueError(f"{path} is no journal of this version; name another serve_config.folder")
-        end = file.tell()
-        while head := file.read(_HEAD.size):
+        end = file.tell() if begin == _MAGIC else 0
+        while end and (head := file.read(_HEAD.size)):
+            if not any(head) and _has_only_zeros(file):
+                break
             data = b""
             if len(head) == _HEAD.size:
                 length, checksum = _HEAD.unpack(head)
                 data = file.read(min(length, _MAX_RECORD_BYTES))
                 if len(data) == length and zlib.crc32(data) == checksum:
+                    yield _unpack(data, path, end)
                     end = file.tell()
-                    yield msgpack.unpackb(data, raw=False, strict_map_key=False)
                     continue
                 if end + _HEAD.size + length < size:
                     raise ValueError(f"{path} is damaged at byte {end}: a record does not have its checksum")

@@ -102,7 +102,11 @@ class Ledger:
         self.limits, self.now_s = limits, now_s
         self.store = Store()
         for record in read_journal(folder / _FILE):
-            self.store.apply(record)
+            try:
+                self.store.apply(record)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                text = f"{folder / _FILE} has a record that is none of this version's: {type(error).__name__}: {error}"
+                raise ValueError(f"{text}; start the version that wrote it, or name another serve_config.folder") from None
         self.journal = Journal(folder / _FILE, failed, limit_s=sync_limit_s)
         requests = self.store.requests.values()
         self._number = max((request.number for request in requests), default=0)
