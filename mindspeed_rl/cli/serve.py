@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rl import registry
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
 from mindspeed_rl.cli.train import prepare_environment
-from mindspeed_rl.config import RunConfig, load_run_config
+from mindspeed_rl.config import load_run_config
 from mindspeed_rl.config.keys.serve import ServeConfig
 
 _DESCRIPTION = (
@@ -39,18 +39,11 @@ def main(argv: list[str]) -> int:
         return report_failure(error)
 
 
-def _find_sync_limit(cfg: RunConfig) -> float:
-    """Return the seconds for records of the journal: those of a checkpoint, where the run file sets them."""
-    from mindspeed_rl.service.journal import SYNC_LIMIT_S
-
-    deadlines = cfg.rl_config.deadlines if cfg.rl_config is not None else None
-    return SYNC_LIMIT_S if deadlines is None or deadlines.save is None else deadlines.save
-
-
 def _serve(cfg: Any, keys: ServeConfig, num_nodes: int) -> int:
     # uvicorn, and what the environment of a device has
     from mindspeed_rl.service.api_server import ServerSettings, listen, serve
     from mindspeed_rl.service.doors import read_keys
+    from mindspeed_rl.service.journal import SYNC_LIMIT_S
     from mindspeed_rl.service.ledger import Limits
 
     limits = Limits(
@@ -63,7 +56,10 @@ def _serve(cfg: Any, keys: ServeConfig, num_nodes: int) -> int:
     )
     owners = None if keys.api_keys_file is None else read_keys(Path(keys.api_keys_file).expanduser())
     price = cfg.actor_config.device_hour_price or 0.0
-    settings = ServerSettings(Path(keys.folder).expanduser(), keys.host, owners, limits, price, _find_sync_limit(cfg))
+    deadlines = cfg.rl_config.deadlines if cfg.rl_config is not None else None
+    # of a checkpoint, where the run file sets it
+    sync_limit_s = SYNC_LIMIT_S if deadlines is None or deadlines.save is None else deadlines.save
+    settings = ServerSettings(Path(keys.folder).expanduser(), keys.host, owners, limits, price, sync_limit_s)
     listening = listen(keys.host, keys.port)
     print_status(f"loading the base model of {cfg.config_name} ...")
     # by name: it imports torch, which reads the environment
