@@ -20,6 +20,7 @@ setting here. Seconds an iteration are medians without the first one, memory is 
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
@@ -160,25 +161,38 @@ def write_questions(rows: Path, output: Path) -> Path:
     return output
 
 
+def check_cells(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program where a comparison that was asked for has no settings, before the first one runs."""
+    if options.model is None and any(size not in SHAPES for size in options.sizes):
+        parser.error("--model: needed for 135M")
+    for length in options.lengths:
+        if length != VARYING and not (length.isascii() and length.isdigit() and int(length) > 0):
+            parser.error(f"--lengths: {length} is neither a number of tokens nor {VARYING}")
+    missing = [key for size in options.sizes for precision in options.precisions if (key := (size, precision)) not in SETTINGS]
+    if missing:
+        asked, known = (", ".join(" in ".join(key) for key in keys) for keys in (missing, SETTINGS))
+        parser.error(f"--sizes, --precisions: no settings of ours for {asked}; there are {known}")
+
+
 def main() -> None:
     parser = options_parser(__doc__, list(SHAPES), iterations=5, others=["135M"])
     parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct, for 135M")
     parser.add_argument("--lengths", nargs="+", default=["64", "256", VARYING])
     options = parser.parse_args()
+    check_cells(parser, options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = make_task(folder / "task")
-        rows = task / "raw" / "train.jsonl"
+        sums = task / "raw" / "train.jsonl"
         words = ("--dataset-additional-keys", "labels")
-        prompts = preprocess(task / "model", rows, task / "data" / "train", "R1AlpacaStyleInstructionHandler", *words)
         for size in options.sizes:
             if size in SHAPES:
-                model = make_model(task, folder / size, SHAPES[size])
-            elif options.model is None:
-                parser.error("--model: needed for 135M")
+                model, rows, tokenizer = make_model(task, folder / size, SHAPES[size]), sums, task / "model"
             else:
-                model, rows = options.model.resolve(), write_questions(rows, folder / "questions.jsonl")
-                prompts = preprocess(model, rows, folder / "questions", "R1AlpacaStyleInstructionHandler", *words)
+                model = tokenizer = options.model.resolve()
+                rows = write_questions(sums, folder / "questions.jsonl")
+            data = folder / f"data_{size}"
+            prompts = preprocess(tokenizer, rows, data / "train", "R1AlpacaStyleInstructionHandler", *words)
             for number, (precision, length) in enumerate((p, n) for p in options.precisions for n in options.lengths):
                 cell, place = Cell(size, precision, length), folder / f"{size}_{number}"
                 mine = ours(place.with_name(f"ours_{place.name}"), cell, model, prompts, options.iterations)

@@ -34,21 +34,23 @@ _applied = False
 
 @dataclass(frozen=True)
 class _Part:
-    """The matrices of an adapter for outputs of a layer from `start` on.
+    """The matrices of an adapter for outputs of a layer from `start` on: the engine's memory, whose bits are proven, no copies.
 
     Attributes:
-        a: [rank, inputs] float32; None where the inputs are products with it already.
-        b: [outputs, rank] in the format of the outputs.
+        a: [rank, inputs]; None where the inputs are products with it already.
+        b: [outputs, rank].
+        dtype: format of the outputs.
     """
 
     start: int
     a: Tensor | None
     b: Tensor
+    dtype: torch.dtype
 
     def multiply(self, rows: Tensor, scale: float) -> Tensor:
         """Return [n, outputs] of [n, inputs] float32."""
-        hidden = rows if self.a is None else functional.linear(rows, self.a)
-        return functional.linear((hidden if scale == 1.0 else scale * hidden).to(self.b.dtype), self.b)
+        hidden = rows if self.a is None else functional.linear(rows, self.a.float())
+        return functional.linear((hidden if scale == 1.0 else scale * hidden).to(self.dtype), self.b.to(self.dtype))
 
 
 class _Slices(tuple[Tensor, ...]):
@@ -92,7 +94,7 @@ class _Slices(tuple[Tensor, ...]):
             if is_last or not torch.equal(first[index][slot], first[index + 1][slot]):
                 b = self.whole[slot, begin:end]
                 if b.any():
-                    yield _Part(begin, first[index][slot, 0].float(), b.to(dtype))
+                    yield _Part(begin, first[index][slot, 0], b, dtype)
                 begin = end
             start = end
 
@@ -151,14 +153,14 @@ def _add_lora_logits(
     self: Any, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **others: object
 ) -> None:
     def find_parts(slot: int) -> list[_Part]:
-        return [_Part(0, lora_a_stacked[slot, 0].float(), lora_b_stacked[slot, 0].to(y.dtype))]
+        return [_Part(0, lora_a_stacked[slot, 0], lora_b_stacked[slot, 0], y.dtype)]
 
     _add_products(y.view(-1, y.size(-1)), x.view(-1, x.size(-1)), self.sampler_indices, find_parts, scale)
 
 
 def _add_lora_embedding(self: Any, y: Tensor, x: Tensor, lora_b_stacked: Tensor, **others: object) -> None:
     def find_parts(slot: int) -> list[_Part]:
-        return [_Part(0, None, lora_b_stacked[slot, 0].to(y.dtype))]
+        return [_Part(0, None, lora_b_stacked[slot, 0], y.dtype)]
 
     _add_products(y, x, self.token_lora_indices, find_parts, 1.0)
 

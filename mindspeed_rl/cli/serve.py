@@ -43,6 +43,7 @@ def _serve(cfg: Any, keys: ServeConfig, num_nodes: int) -> int:
     # uvicorn, and what the environment of a device has
     from mindspeed_rl.service.api_server import ServerSettings, listen, serve
     from mindspeed_rl.service.doors import read_keys
+    from mindspeed_rl.service.journal import SYNC_LIMIT_S
     from mindspeed_rl.service.ledger import Limits
 
     limits = Limits(
@@ -55,7 +56,10 @@ def _serve(cfg: Any, keys: ServeConfig, num_nodes: int) -> int:
     )
     owners = None if keys.api_keys_file is None else read_keys(Path(keys.api_keys_file).expanduser())
     price = cfg.actor_config.device_hour_price or 0.0
-    settings = ServerSettings(Path(keys.folder).expanduser(), keys.host, owners, limits, price)
+    deadlines = cfg.rl_config.deadlines if cfg.rl_config is not None else None
+    # of a checkpoint, where the run file sets it
+    sync_limit_s = SYNC_LIMIT_S if deadlines is None or deadlines.save is None else deadlines.save
+    settings = ServerSettings(Path(keys.folder).expanduser(), keys.host, owners, limits, price, sync_limit_s)
     listening = listen(keys.host, keys.port)
     print_status(f"loading the base model of {cfg.config_name} ...")
     # by name: it imports torch, which reads the environment

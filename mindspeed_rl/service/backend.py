@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -41,7 +42,20 @@ class CallError(ValueError):
 
 
 class BrokenBackendError(RuntimeError):
-    """A backend that cannot do anything any more; the server ends, and continues when it is started again."""
+    """A backend that cannot do anything any more; the server ends, and continues when it is started again.
+
+    Args:
+        text: what has happened.
+        requests: those of a call that has not ended in time; they may be why.
+    """
+
+    def __init__(self, text: str, requests: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.requests = tuple(requests)
+
+
+#: ids of the requests that a call is made for: set by the task of a request, and by the thread that makes the call
+REQUESTS: ContextVar[tuple[str, ...]] = ContextVar("requests", default=())
 
 
 @dataclass(frozen=True)
@@ -248,6 +262,14 @@ class PassCall:
     data: Sequence[Datum]
     loss: LossCall
     forward_only: bool = False
+
+
+def count_tokens(data: object) -> int:
+    """Return the tokens of data, of passes, and of lists of them; 0 of anything else."""
+    if isinstance(data, Datum):
+        return len(data.tokens)
+    parts = data.data if isinstance(data, PassCall) else data
+    return sum(map(count_tokens, parts)) if isinstance(parts, (list, tuple)) else 0
 
 
 @dataclass(frozen=True)

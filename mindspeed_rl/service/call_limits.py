@@ -7,8 +7,11 @@ from dataclasses import replace
 
 from mindspeed_rl.config import Deadlines
 
-#: calls that read or write folders: the disk decides, so that only the run's deadline is theirs
-_ON_DISK = frozenset({"save_state", "load_state", "export_adapter", "export_merged", "make_sampler"})
+#: calls that write checkpoints: they have the deadline of one
+_SAVES = frozenset({"save_state", "export_adapter", "export_merged"})
+#: calls that read or write folders: the disk decides, so that only the run's deadline is theirs. A step of samples may load the
+#: full weights of another sampler
+_ON_DISK = frozenset({"load_state", "make_sampler", "drop_sampler", "step_sampling", "step_tenants"})
 #: seconds that any call may take
 _MIN_LIMIT_S = 300.0
 #: a call may take so many times what an earlier one lets expect
@@ -31,11 +34,17 @@ class CallLimits:
 
     def find(self, method: str, num_tokens: int = 1) -> Deadlines:
         """Return the run's deadlines with that of this call as `update`."""
-        limit_s = self._deadlines.limit("update", self._longest_s)
-        if method in self._largest and method not in _ON_DISK and "update" not in self._deadlines.fixed:
+        key = self.find_key(method)
+        limit_s = self._deadlines.limit(key, self._longest_s)
+        if key == "update" and method in self._largest and method not in _ON_DISK and "update" not in self._deadlines.fixed:
             tokens, seconds = self._largest[method]
             limit_s = min(limit_s, max(_MIN_LIMIT_S, _GROWTH * seconds * max(1.0, num_tokens / tokens)))
         return replace(self._deadlines, seconds={**self._deadlines.seconds, "update": limit_s})
+
+    @staticmethod
+    def find_key(method: str) -> str:
+        """Return the key of `rl_config.deadlines` that a call has."""
+        return "save" if method in _SAVES else "update"
 
     def note(self, method: str, num_tokens: int, seconds: float, results: Sequence[object] = ()) -> None:
         """Note the seconds of a call that has done all its work.

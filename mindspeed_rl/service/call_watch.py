@@ -8,31 +8,51 @@ from __future__ import annotations
 
 import faulthandler
 import inspect
+import itertools
 import json
+import logging
+import mmap
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mindspeed_rl.config import Deadlines
-from mindspeed_rl.service.backend import BrokenBackendError, Datum, PassCall
+from mindspeed_rl.service.backend import REQUESTS, BrokenBackendError, count_tokens
 from mindspeed_rl.service.call_limits import CallLimits
+from mindspeed_rl.service.call_watch_process import LOOK_S, RECORD_BYTES, Looks
 
+_LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-#: between two looks at the call that runs
-_LOOK_S = 0.5
 #: a server that its own thread has told to end is killed so long after the call's limit
 GRACE_S = 30.0
-#: a record is written over the one before in one call
-RECORD_BYTES = 512
+#: a process that has ended is started again after so long, and after twice as long each time
+_RESTART_S, _MAX_RESTART_S = 0.5, 300.0
+#: characters of the names of a call's requests that have room in the memory
+_MAX_NAMES = RECORD_BYTES // 2
+
+
+class _Call(NamedTuple):
+    """The call that runs.
+
+    Attributes:
+        number: of each call another one.
+        limit_s: its seconds.
+        text: what is said where it has not ended in them.
+        requests: what it is for.
+    """
+
+    number: int
+    limit_s: float
+    text: str
+    requests: tuple[str, ...]
 
 
 class CallWatch:
@@ -41,16 +61,26 @@ class CallWatch:
     Args:
         deadlines: the run's.
         hung: told, in a thread of its own, that a call has passed its limit; the call goes on.
+        note: file for the requests of a call for which the process was killed.
         grace_s: seconds after the limit in which the process has to end by itself.
     """
 
-    def __init__(self, deadlines: Deadlines, hung: Callable[[BrokenBackendError], None], *, grace_s: float = GRACE_S) -> None:
-        self._deadlines, self._hung, self._grace_s = deadlines, hung, grace_s
-        self._limits = CallLimits(deadlines)
-        #: end of the call that runs, and what is said where it has not ended by then
-        self._call: tuple[float, str] | None = None
-        self._record = tempfile.TemporaryFile()
-        self._write(None)
+    def __init__(
+        self,
+        deadlines: Deadlines,
+        hung: Callable[[BrokenBackendError], None],
+        note: Path,
+        *,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._deadlines, self._hung, self._note, self._grace_s = deadlines, hung, note, grace_s
+        self._limits, self._numbers = CallLimits(deadlines), itertools.count()
+        self._call: _Call | None = None
+        # memory: on a disk it could be full, or not answer
+        self._file = os.memfd_create("mindspeed-rl-calls")
+        os.ftruncate(self._file, RECORD_BYTES)
+        self._memory = mmap.mmap(self._file, RECORD_BYTES)
+        self._tell(None)
         # the watching process asks for the stacks by this signal, also of a process whose Python does not run
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=True, chain=False)
         self._end = threading.Event()
@@ -66,18 +96,23 @@ class CallWatch:
             work: the call.
             deadline: key of `rl_config.deadlines`; calls with another one than `update` have it as their limit.
         """
-        deadlines = self._limits.find(method, num_tokens) if deadline == "update" else self._deadlines
-        start_s, limit_s = time.monotonic(), deadlines.limit(deadline)
+        is_measured = deadline == "update"
+        if is_measured:
+            deadline, limit_s = self._limits.find_key(method), self._limits.find(method, num_tokens).limit("update")
+        else:
+            limit_s = self._deadlines.limit(deadline)
+        start_s = time.monotonic()
         text = f"the engines of this server: {method} has not ended in {limit_s:g} s (rl_config.deadlines.{deadline})"
-        self._call = start_s + limit_s, text
-        self._write(self._call)
+        self._call = _Call(next(self._numbers), limit_s, text, REQUESTS.get())
+        self._tell(self._call)
         try:
             result = work()
         finally:
             self._call = None
-            self._write(None)
-        if deadline == "update":
-            self._limits.note(method, num_tokens, time.monotonic() - start_s, result if isinstance(result, list) else ())
+            self._tell(None)
+        if is_measured:
+            parts = result if isinstance(result, list) else ()
+            self._try(lambda: self._limits.note(method, num_tokens, time.monotonic() - start_s, parts))
         return result
 
     def close(self) -> None:
@@ -86,28 +121,59 @@ class CallWatch:
         self._process.kill()
         self._process.wait()
 
-    def _write(self, call: tuple[float, str] | None) -> None:
-        os.pwrite(self._record.fileno(), json.dumps(call).encode()[:RECORD_BYTES].ljust(RECORD_BYTES), 0)
+    def _tell(self, call: _Call | None) -> None:
+        """Tell the watching process which call runs."""
+
+        def write() -> None:
+            lengths = itertools.accumulate(len(json.dumps(name)) + 2 for name in call.requests) if call is not None else ()
+            named = sum(length <= _MAX_NAMES for length in lengths)
+            told = None if call is None else call._replace(requests=call.requests[:named])
+            self._memory[:] = json.dumps(told).encode()[:RECORD_BYTES].ljust(RECORD_BYTES)
+
+        self._try(write)
+
+    @staticmethod
+    def _try(note: Callable[[], None]) -> None:
+        """Do a part of the watch; what a call has done counts, also where the watch fails."""
+        try:
+            note()
+        except Exception:  # noqa: BLE001 - see above
+            _LOG.exception("the watch of the calls of this server has failed for one")
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         program = Path(__file__).with_name("call_watch_process.py")
-        number = self._record.fileno()
+        arguments = [self._file, os.getpid(), self._grace_s, self._note]
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(program), str(number), str(os.getpid()), str(self._grace_s)],
-            pass_fds=[number],
+            [sys.executable, "-I", "-S", str(program), *map(str, arguments)],
+            pass_fds=[self._file],
             stdin=subprocess.DEVNULL,
             # Ctrl-C is for the server
             start_new_session=True,
         )
 
     def _look(self) -> None:
-        while not self._end.wait(_LOOK_S):
-            if self._process.poll() is not None and not self._end.is_set():  # somebody has killed it
-                self._process = self._start_process()
-            if (call := self._call) is not None and time.monotonic() > call[0]:
+        looks, restart_s, wait_s = Looks(), 0.0, _RESTART_S
+        while not self._end.wait(LOOK_S):
+            now_s = time.monotonic()
+            if self._process.poll() is not None and now_s >= restart_s and not self._end.is_set():
+                self._restart(wait_s)
+                restart_s, wait_s = now_s + wait_s, min(2 * wait_s, _MAX_RESTART_S)
+            call = self._call
+            if looks.count(call) > (call.limit_s if call is not None else float("inf")):
+                assert call is not None
                 faulthandler.dump_traceback(file=2, all_threads=True)
-                self._hung(BrokenBackendError(call[1]))
+                self._hung(BrokenBackendError(call.text, call.requests))
                 return
+
+    def _restart(self, wait_s: float) -> None:
+        """Start the watching process again: somebody has killed it, or it cannot run here."""
+        ended = f"the process that watches the calls of this server has ended with code {self._process.returncode}"
+        try:
+            self._process = self._start_process()
+        except OSError as error:
+            _LOG.warning("%s, and cannot be started again: %s; tried again in %g s", ended, error, wait_s)
+        else:
+            _LOG.warning("%s; it was started again", ended)
 
 
 class WatchedTenants:
@@ -127,7 +193,7 @@ class WatchedTenants:
         return partial(self._run, name, found) if inspect.ismethod(found) else found
 
     def _run(self, name: str, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        return self._watch.run(name, _count_tokens(arguments), lambda: method(*arguments, **keywords))
+        return self._watch.run(name, max(1, count_tokens(arguments)), lambda: method(*arguments, **keywords))
 
     def close(self) -> None:
         """End the engines and the watch."""
@@ -135,15 +201,3 @@ class WatchedTenants:
             self._tenants.close()
         finally:
             self._watch.close()
-
-
-def _count_tokens(arguments: Sequence[Any]) -> int:
-    """Return the tokens of a call's data; 1 where it has none."""
-    sizes = [_count_data(item) for argument in arguments if isinstance(argument, (list, tuple)) for item in argument]
-    return max(1, sum(sizes))
-
-
-def _count_data(item: Any) -> int:
-    if isinstance(item, PassCall):
-        return sum(len(datum.tokens) for datum in item.data)
-    return len(item.tokens) if isinstance(item, Datum) else 0

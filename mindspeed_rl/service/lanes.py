@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from mindspeed_rl.folders import remove_folder
-from mindspeed_rl.service.backend import Backend, CallError, Datum, LossCall, LossName, check_data, drop_seed
+from mindspeed_rl.service.backend import REQUESTS, Backend, CallError, Datum, LossCall, LossName, check_data, drop_seed
 from mindspeed_rl.service.bodies import JsonObject, read_adam, read_body, read_json
 from mindspeed_rl.service.checkpoints import Checkpoints, read_spec
+from mindspeed_rl.service.hangs import describe_hangs
 from mindspeed_rl.service.history import Histories
 from mindspeed_rl.service.journal import Record
 from mindspeed_rl.service.ledger import Ledger, Outcome, make_failure, make_result
@@ -46,6 +47,10 @@ _MERGED = ".merged"
 _TRIES = 3
 #: operations that change a model, and run again after a restart
 _REDONE = ("forward_backward", "optim_step")
+
+
+class _HangsError(Exception):
+    """A request has ended the server too often to be tried again."""
 
 
 @dataclass
@@ -191,7 +196,10 @@ class Lanes:
 
     async def _perform(self, request: Request, model: Model, lane: _Lane) -> None:
         snapshot, is_users = model.snapshot, False
+        REQUESTS.set((request.id,))
         try:
+            if (text := describe_hangs(request)) is not None:
+                raise _HangsError(text)
             # before the turn: others can have theirs while it waits
             if request.kind in ("create_model", "load_weights"):
                 await self._take_slot(model, lane)
@@ -203,6 +211,8 @@ class Lanes:
                     outcome = await self._operations[request.kind](request, model)
         except (CallError, RefusedError) as error:
             outcome, is_users = make_failure(str(error), "user"), True
+        except _HangsError as error:  # not the backend's, so that a step which is not tried again does not run in a restore
+            outcome = make_failure(str(error), "user")
         except Exception as error:  # noqa: BLE001 - the client decides about any failure of the backend
             _LOG.exception("%s of %s failed", request.kind, model.id)
             outcome = make_failure(f"{type(error).__name__}: {error}", "server")
@@ -211,6 +221,7 @@ class Lanes:
                 await self._unload(model.id)
         finally:
             lane.running = None
+            REQUESTS.set(())
         if not outcome.succeeded and model.done_seq < 0:  # it was to be made
             self._loaded.discard(model.id)
             outcome = Outcome(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from mindspeed_rl.service.journal import Journal, Record, read_journal
+from mindspeed_rl.service.journal import SYNC_LIMIT_S, Journal, Record, read_journal
 from mindspeed_rl.service.replies import Category, RefusedError
 from mindspeed_rl.service.store import Model, Request, Sampler, Session, Store, Table
 
@@ -87,14 +87,27 @@ class Ledger:
         limits: what a key may use.
         failed: called where the journal cannot be written: the server has to end.
         now_s: seconds since the epoch.
+        sync_limit_s: seconds in which the disk has to take records.
     """
 
-    def __init__(self, folder: Path, limits: Limits, failed: Callable[[OSError], None], now_s: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        folder: Path,
+        limits: Limits,
+        failed: Callable[[OSError], None],
+        now_s: Callable[[], float] = time.time,
+        *,
+        sync_limit_s: float = SYNC_LIMIT_S,
+    ) -> None:
         self.limits, self.now_s = limits, now_s
         self.store = Store()
         for record in read_journal(folder / _FILE):
-            self.store.apply(record)
-        self.journal = Journal(folder / _FILE, failed)
+            try:
+                self.store.apply(record)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                text = f"{folder / _FILE} has a record that is none of this version's: {type(error).__name__}: {error}"
+                raise ValueError(f"{text}; start the version that wrote it, or name another serve_config.folder") from None
+        self.journal = Journal(folder / _FILE, failed, limit_s=sync_limit_s)
         requests = self.store.requests.values()
         self._number = max((request.number for request in requests), default=0)
         #: tokens and bytes of requests that wait or run, by tenant

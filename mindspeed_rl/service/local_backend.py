@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mindspeed_rl.config import RunConfig
 from mindspeed_rl.service.backend import (
+    REQUESTS,
     AdamParams,
     AdapterSpec,
     BrokenBackendError,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+#: between two looks at whether the call that the end waits for has passed its limit
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class _Work:
         is_short: it runs before training calls that wait.
         model_id: it concerns only this model; "" where it may concern any.
         call: a pass, in place of a function.
+        requests: ids of those that it is for.
     """
 
     function: Callable[[Models], object] | None
@@ -59,6 +63,7 @@ class _Work:
     is_short: bool = False
     model_id: str = ""
     call: PassCall | None = None
+    requests: tuple[str, ...] = field(default_factory=REQUESTS.get)
 
 
 @dataclass
@@ -68,11 +73,13 @@ class _Sampling:
     Attributes:
         futures: result of each call, by its name in the engine.
         samplers: sampler of each.
+        requests: requests of each.
         drops: samplers that are dropped once they have no call.
     """
 
     futures: dict[str, Future[SampleResult]] = field(default_factory=dict)
     samplers: dict[str, str] = field(default_factory=dict)
+    requests: dict[str, tuple[str, ...]] = field(default_factory=dict)
     drops: dict[str, Future[None]] = field(default_factory=dict)
 
 
@@ -122,6 +129,9 @@ class LocalBackend:
         except BaseException as error:  # noqa: BLE001  (raised where `open` waits)
             self._opened.set_exception(error)
             return
+        if self._has_hung:  # nobody waits for it any more
+            tenants.close()
+            return
         self._opened.set_result(tenants.capabilities)
         waiting: list[_Work] = []
         try:
@@ -140,8 +150,8 @@ class LocalBackend:
             tenants.close()
 
     def _work(self, tenants: Models, waiting: list[_Work]) -> None:
-        """Make calls until the end."""
-        while True:
+        """Make calls until the end, or until one has taken so long that the backend was given up."""
+        while self._broken is None:
             is_idle = not waiting and not tenants.is_sampling
             if self._take(waiting, waits=is_idle):
                 return
@@ -149,13 +159,15 @@ class LocalBackend:
                 passes = _take_passes(waiting)
                 work = passes or [waiting.pop(0)]
                 self._running = [each.future for each in work]
+                REQUESTS.set(tuple(request for each in work for request in each.requests))
                 if passes:
                     _do_passes(passes, tenants)
                 else:
                     _do(work[0], tenants)
-            if tenants.is_sampling:
+            if self._broken is None and tenants.is_sampling:
                 self._step(tenants)
-            self._drop_samplers(tenants)
+            if self._broken is None:
+                self._drop_samplers(tenants)
 
     def _break(self, error: BrokenBackendError, waiting: list[_Work]) -> None:
         """Tell the owner that nothing works any more; without one the calls that wait fail."""
@@ -200,9 +212,10 @@ class LocalBackend:
     def _step(self, tenants: Models) -> None:
         """Make a step of all samples; a failure fails every call in the engine."""
         sampling = self._sampling
+        REQUESTS.set(tuple(request for requests in sampling.requests.values() for request in requests))
         try:
             for name, result in tenants.step_sampling():
-                sampling.samplers.pop(name)
+                del sampling.samplers[name], sampling.requests[name]
                 future = sampling.futures.pop(name)
                 if isinstance(result, Exception):
                     future.set_exception(result)
@@ -216,10 +229,12 @@ class LocalBackend:
                 future.set_exception(error)
             sampling.futures.clear()
             sampling.samplers.clear()
+            sampling.requests.clear()
 
     def _drop_samplers(self, tenants: Models) -> None:
         for sampler in [name for name in self._sampling.drops if name not in self._sampling.samplers.values()]:
             self._running = [self._sampling.drops.pop(sampler)]
+            REQUESTS.set(())
             _do(_Work(lambda tenants, sampler=sampler: tenants.drop_sampler(sampler), self._running[0]), tenants)
 
     # ------------------------------------------------------------------ calls
@@ -291,10 +306,12 @@ class LocalBackend:
         """See `Backend.sample`."""
         result: Future[SampleResult] = Future()
         result.set_running_or_notify_cancel()
+        requests = REQUESTS.get()
 
         def start(tenants: Models) -> str:
             name = tenants.start_sampling(sampler, call)
             self._sampling.futures[name], self._sampling.samplers[name] = result, sampler
+            self._sampling.requests[name] = requests
             return name
 
         name = await self._call(start, is_short=True)
@@ -306,7 +323,7 @@ class LocalBackend:
 
     def _abort(self, tenants: Models, name: str) -> None:
         if self._sampling.futures.pop(name, None) is not None:
-            self._sampling.samplers.pop(name)
+            del self._sampling.samplers[name], self._sampling.requests[name]
             tenants.abort_sampling(name)
 
     async def drop_sampler(self, sampler: str) -> None:
@@ -335,8 +352,8 @@ class LocalBackend:
         """End the thread, after the call that it makes; one that hangs ends with the process."""
         self._has_ended = True
         self._queue.put(None)
-        if not self._has_hung:
-            self._thread.join()
+        while self._thread.is_alive() and not self._has_hung:
+            self._thread.join(_LOOK_S)
 
 
 def _take_passes(waiting: list[_Work]) -> list[_Work]:
@@ -370,6 +387,8 @@ def _do_passes(passes: Sequence[_Work], tenants: Models) -> None:
         _fail([each.future for each in work], error)
         return
     for each, result in zip(work, results, strict=True):
+        if each.future.done():
+            continue
         if isinstance(result, Exception):
             each.future.set_exception(result)
         else:
@@ -382,9 +401,12 @@ def _do(work: _Work, tenants: Models) -> None:
         return
     assert work.function is not None  # passes are computed in another way
     try:
-        work.future.set_result(cast(Any, work.function(tenants)))
+        result: Any = work.function(tenants)
     except BaseException as error:  # noqa: BLE001  (raised where the call waits)
         _fail([work.future], error)
+        return
+    if not work.future.done():  # it may have taken so long that its caller was told of an error
+        work.future.set_result(result)
 
 
 def _fail(futures: Sequence[Future[Any]], error: BaseException) -> None:
@@ -392,4 +414,5 @@ def _fail(futures: Sequence[Future[Any]], error: BaseException) -> None:
     if isinstance(error, BrokenBackendError):
         raise error
     for future in futures:
-        future.set_exception(error)
+        if not future.done():
+            future.set_exception(error)

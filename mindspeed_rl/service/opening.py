@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl import registry
@@ -15,6 +16,7 @@ from mindspeed_rl.config import RunConfig
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.planner.machine_memory import read_machine_memory
 from mindspeed_rl.platform.environment import EXACT_VARIABLE, HEAD_ADAPTERS_VARIABLE
+from mindspeed_rl.service.hangs import HANG_FILE
 
 if TYPE_CHECKING:
     from mindspeed_rl.service.backend import BrokenBackendError
@@ -69,7 +71,8 @@ def open_tenants(
 
     if hung is None:
         return load()
-    watch: CallWatch = registry.load("mindspeed_rl.service.call_watch:CallWatch", "serve")(run.deadlines, hung)
+    note = Path(cfg.serve_config.folder).expanduser().absolute() / HANG_FILE
+    watch: CallWatch = registry.load("mindspeed_rl.service.call_watch:CallWatch", "serve")(run.deadlines, hung, note)
     watched: type[WatchedTenants] = registry.load("mindspeed_rl.service.call_watch:WatchedTenants", "serve")
     return watched(watch.run("the load of the base", 1, load, deadline="start"), watch)
 

@@ -28,6 +28,7 @@ from mindspeed_rl.run.phases import Phase
 from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.runtime.futures import LATE_PEER, LOST_PEER, WaitMonitor, WorkerError
 from mindspeed_rl.service.backend import (
+    REQUESTS,
     AdamParams,
     AdapterSpec,
     BrokenBackendError,
@@ -39,6 +40,7 @@ from mindspeed_rl.service.backend import (
     PassResult,
     SampleCall,
     SampleResult,
+    count_tokens,
 )
 from mindspeed_rl.service.call_limits import CallLimits
 from mindspeed_rl.workers.remote_group import WorkerKind, start_group
@@ -52,6 +54,8 @@ _KIND = WorkerKind(
     env={HEAD_ADAPTERS_VARIABLE: "1"},
 )
 _CALL, _STEP = Phase("call_tenants"), Phase("step_tenants")
+#: of the error of a call that has not ended in its seconds
+_LATE = "did not end within"
 #: steps of the rollout engines between two looks at what else waits
 _NUM_STEPS = 4
 
@@ -105,7 +109,7 @@ class TenantGroup:
             results = self._group.call(phase, *arguments)
         except (WorkerError, RayError) as error:
             self._is_broken = True
-            raise BrokenBackendError(str(error)) from error
+            raise BrokenBackendError(str(error), REQUESTS.get() if _LATE in str(error) else ()) from error
         return results, time.monotonic() - start_s
 
     def _read(self, method: str, outcomes: Sequence[tuple[str, Any]]) -> Any:
@@ -137,7 +141,7 @@ class TenantGroup:
     def run_passes(self, calls: Sequence[PassCall]) -> list[PassResult | Exception]:
         """See `Tenants.run_passes`."""
         try:
-            return self._call("run_passes", calls, num_tokens=sum(_count_tokens(call.data) for call in calls))
+            return self._call("run_passes", calls, num_tokens=count_tokens(list(calls)))
         except BrokenBackendError:
             raise
         except RuntimeError as error:  # on all ranks
@@ -148,7 +152,7 @@ class TenantGroup:
 
     def _run_alone(self, call: PassCall) -> PassResult | Exception:
         try:
-            return self._call("run_passes", [call], num_tokens=_count_tokens(call.data))[0]
+            return self._call("run_passes", [call], num_tokens=count_tokens(call))[0]
         except BrokenBackendError:
             raise
         except RuntimeError as error:  # raised where this call waits
@@ -158,7 +162,7 @@ class TenantGroup:
         self, model_id: str, data: Sequence[Datum], loss: LossCall, *, forward_only: bool = False
     ) -> PassResult:
         """See `Backend.forward_backward`."""
-        tokens = _count_tokens(data)
+        tokens = count_tokens(list(data))
         return self._call("forward_backward", model_id, data, loss, forward_only=forward_only, num_tokens=tokens)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
@@ -232,10 +236,6 @@ class TenantGroup:
             if not self._is_broken:
                 with contextlib.suppress(RuntimeError, CallError):  # they end all the same
                     self._call("close")
-
-
-def _count_tokens(data: Sequence[Datum]) -> int:
-    return max(1, sum(len(datum.tokens) for datum in data))
 
 
 def _are_in_step(outcomes: Sequence[tuple[str, Any]]) -> bool:

@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rl.service.backend import Backend, CallError
+from mindspeed_rl.service.backend import REQUESTS, Backend, CallError
 from mindspeed_rl.service.bodies import SampleRequest, read_body, read_json, read_sample
 from mindspeed_rl.service.checkpoints import Checkpoints
+from mindspeed_rl.service.hangs import describe_hangs
 from mindspeed_rl.service.ledger import Ledger, Outcome, make_failure
 from mindspeed_rl.service.messages import write_sample_result
 from mindspeed_rl.service.store import Request, Sampler
@@ -82,7 +83,10 @@ class Samplers:
     async def _perform(self, request: Request) -> None:
         assert request.body is not None
         tenant = request.tenant
+        REQUESTS.set((request.id,))
         try:
+            if (text := describe_hangs(request)) is not None:
+                raise CallError(text)
             asked = await asyncio.to_thread(self._read, request.body)
             sampler = self._ledger.store.samplers[request.target]
             async with self._queue.turn(tenant, request.cost, asked.call.num_samples):

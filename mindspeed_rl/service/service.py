@@ -25,7 +25,9 @@ from mindspeed_rl.service.bodies import (
     read_prompt,
 )
 from mindspeed_rl.service.checkpoints import Checkpoints, write_spec
+from mindspeed_rl.service.hangs import count_hangs
 from mindspeed_rl.service.history import Histories
+from mindspeed_rl.service.journal import SYNC_LIMIT_S
 from mindspeed_rl.service.lanes import Lanes
 from mindspeed_rl.service.ledger import Ledger, Limits, make_result
 from mindspeed_rl.service.replies import RefusedError, write_time
@@ -68,6 +70,7 @@ class Service:
         has_local_clients: clients are on this machine, and can read the tokenizer in the folder of the base.
         price: price of an hour of the devices; 0 where none is known.
         now_s: seconds since the epoch.
+        sync_limit_s: seconds in which the disk has to take records of the journal.
     """
 
     def __init__(
@@ -80,11 +83,13 @@ class Service:
         has_local_clients: bool = True,
         price: float = 0.0,
         now_s: Callable[[], float] = time.time,
+        sync_limit_s: float = SYNC_LIMIT_S,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         self.backend, self._has_local_clients, self._price = backend, has_local_clients, price
         self.offered = backend.capabilities()
-        self.ledger = Ledger(folder, limits, failed, now_s)
+        self.ledger = Ledger(folder, limits, failed, now_s, sync_limit_s=sync_limit_s)
         self.store = self.ledger.store
         self.checkpoints = Checkpoints(folder / "checkpoints", self.ledger)
         self._histories = Histories(folder / "metrics")
@@ -100,6 +105,7 @@ class Service:
     def start(self) -> None:
         """Continue after a restart, and look at what expires."""
         self.checkpoints.remove_orphans()
+        count_hangs(self._folder, self.ledger)
         self.lanes.resume()
         self.samplers.resume()
         for request in list(self.store.requests.values()):
@@ -114,7 +120,8 @@ class Service:
             await asyncio.wait([self._sweeping, *self._tasks])
         await self.lanes.close()
         await self.samplers.close()
-        self._write_accounts()
+        if not self.ledger.journal.has_failed:  # nor can they be
+            self._write_accounts()
         self.ledger.close()
 
     # ---- the server

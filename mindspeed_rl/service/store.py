@@ -154,6 +154,7 @@ class Request:
         payload: result or error, as it is sent; None before, and when it is no longer kept.
         is_binary: the payload is a binary message.
         finished_s, retrieved_s: times; None before.
+        num_hangs: ends of the server because a call for it did not end in time.
     """
 
     id: str
@@ -172,6 +173,7 @@ class Request:
     is_binary: bool = False
     finished_s: float | None = None
     retrieved_s: float | None = None
+    num_hangs: int = 0
 
 
 @dataclass

@@ -117,7 +117,7 @@ def tampered(worker: Any) -> str:
     replica = worker.rollout
     model = replica.engine.get_model()
     layer = next(module for module in model.modules() if hasattr(module, "lora_b_stacked"))
-    layer.lora_b_stacked[0].view(torch.int32).view(-1)[0] ^= 1
+    layer.lora_b_stacked[0][0, 0, 0].view(torch.int32)[0] ^= 1
     try:
         replica._prove_adapters(model, worker._adapters[""].tensors, worker._adapters[""].scale)
     except WeightDeliveryError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from patience import patient
+from service_server import running
 from test_service_lost_ranks import Hang, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.extra]
@@ -16,13 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.extra]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("service_hangs"), 1, deadlines={"update": patient(4)})
+    limit_s = patient(4)
+    server = Server(tmp_path_factory.mktemp("service_hangs"), 1, deadlines={"update": limit_s, "save": limit_s})
     server.program = [str(Path(__file__).with_name("service_hang_program.py"))]
-    server.start()
-    yield server
-    assert server.process is not None
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(patient(90)) == 0, server.read_log()
+    with running(server):
+        yield server
 
 
 def open_trained(server: Server) -> str:
@@ -32,14 +31,14 @@ def open_trained(server: Server) -> str:
     return model
 
 
-def wait_for_end(server: Server, code: int, call: str) -> str:
+def wait_for_end(server: Server, code: int, call: str, deadline: str) -> str:
     """Return the log of a server that ends by itself because of a call."""
     start_s = time.monotonic()
     assert server.process is not None
     assert server.process.wait(patient(150)) == code, server.read_log()
     print(f"{call}: the server ended after {time.monotonic() - start_s:.1f} s")
     log = server.read_log()
-    assert f"{call} has not ended in" in log and "(rl_config.deadlines.update)" in log
+    assert f"{call} has not ended in" in log and f"(rl_config.deadlines.{deadline})" in log
     return log
 
 
@@ -48,7 +47,7 @@ def test_a_disk_that_does_not_answer_ends_the_server_and_the_save_is_done_after_
     model = open_trained(server)
     (server.folder / "stuck").touch()
     future = server.post("save_weights", {"model_id": model, "seq_id": 3, "path": "kept"})
-    log = wait_for_end(server, 1, "save_state")
+    log = wait_for_end(server, 1, "save_state", "save")
     assert "started again, it continues from" in log
     assert "in wait_for_disk" in log  # the stacks
     (server.folder / "stuck").unlink()
@@ -60,7 +59,7 @@ def test_a_disk_that_does_not_answer_ends_the_server_and_the_save_is_done_after_
 def test_a_call_that_keeps_pythons_lock_has_the_server_killed_and_is_done_after_the_restart(server: Server) -> None:
     """A library reads a file that nobody writes: no thread of the server runs."""
     hang = Hang(server, open_trained(server), "state.safetensors")
-    log = wait_for_end(server, -signal.SIGKILL, "load_state")
+    log = wait_for_end(server, -signal.SIGKILL, "load_state", "update")
     assert "does not end by itself; it is killed" in log
     assert "in load_file" in log  # the stacks
     hang.end_after_a_restart()

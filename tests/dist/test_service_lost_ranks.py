@@ -2,75 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import yaml
 from patience import patient
-from ports import find_free_port
 from service_ranks_program import make_model, tree
-from service_requests import Requests, read_pass
+from service_requests import read_pass
+from service_server import ServerProcess, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.extra]
 NUM_STEPS = 12
 
 
-class Server(Requests):
-    """A server process on data-parallel ranks, and requests that are sent again while it is away, as the SDK's are."""
+class Server(ServerProcess):
+    """A server process on data-parallel ranks."""
 
-    base_model, lora_config = "tiny", {"rank": 2, "seed": 1}
-    program: Sequence[str] = ("-m", "mindspeed_rl.cli.main")
+    lora_config = {"rank": 2, "seed": 1}
 
     def __init__(self, folder: Path, num_ranks: int = 2, **keys: Any) -> None:
         make_model(folder / "model")
-        self.folder, self.port = folder, find_free_port()
         run = tree(str(folder / "model"), folder, 1, num_ranks)
         run["rl_config"] |= {"fault_tolerance": {"heartbeat_interval_s": 1.0}, **keys}
-        run["serve_config"]["port"] = self.port
-        (folder / "server.yaml").write_text(yaml.safe_dump(run))
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        words = [sys.executable, *self.program, "serve", "--config-name", "server"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [*words, "--config-dir", str(self.folder)], stdout=log, stderr=log, cwd=self.folder, env=env
-            )
-        end_s = time.monotonic() + patient(240)
-        while time.monotonic() < end_s:
-            assert self.process.poll() is None, self.read_log()
-            try:
-                if super().send("GET", "healthz")[0] == 200:
-                    return
-            except OSError:
-                time.sleep(0.3)
-        raise AssertionError(self.read_log())
-
-    def read_log(self) -> str:
-        return (self.folder / "server.log").read_text()[-6000:]
-
-    def send(self, *arguments: Any, **options: Any) -> Any:
-        end_s = time.monotonic() + patient(300)
-        while True:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                status, reply = super().send(*arguments, **options)
-                if status != 503:
-                    return status, reply
-                assert "the server ends" in reply["detail"]
-            assert time.monotonic() < end_s, "the server does not come back"
-            time.sleep(0.2)
+        super().__init__(folder, run, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, limit_s=240)
 
     def find_ranks(self) -> list[psutil.Process]:
         assert self.process is not None
@@ -121,12 +81,8 @@ class Hang:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("service_lost_ranks"))
-    server.start()
-    yield server
-    assert server.process is not None
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(patient(90)) == 0, server.read_log()
+    with running(Server(tmp_path_factory.mktemp("service_lost_ranks"))) as server:
+        yield server
 
 
 def train(server: Server, seen: list[Any]) -> list[Any]:
@@ -173,14 +129,14 @@ def test_a_rank_that_dies_or_is_stopped_changes_no_bit_of_a_loop(
 ) -> None:
     seen: list[Any] = []
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(train, server, seen)
+        training = pool.submit(train, server, seen)
         while len(seen) < 10:
-            assert not running.done() or running.result()
+            assert not training.done() or training.result()
             time.sleep(0.02)
         server.find_ranks()[-1].send_signal(number)
         ended_s = server.wait_for_end(60)
         server.start()
-        result = running.result(timeout=patient(240))
+        result = training.result(timeout=patient(240))
     print(f"{number.name}: the server ended after {ended_s:.1f} s")
     assert said in server.read_log()
     assert result == undisturbed
@@ -201,9 +157,9 @@ def test_ranks_without_a_heartbeat_end_the_server_and_their_operation_is_done_af
 def test_a_killed_server_leaves_no_rank_and_continues(server: Server, undisturbed: list[Any]) -> None:
     seen: list[Any] = []
     with ThreadPoolExecutor(1) as pool:
-        running: Any = pool.submit(train, server, seen)
+        training: Any = pool.submit(train, server, seen)
         while len(seen) < 10:
-            assert not running.done() or running.result()
+            assert not training.done() or training.result()
             time.sleep(0.02)
         ranks = server.find_ranks()
         assert server.process is not None and len(ranks) == 2
@@ -212,4 +168,4 @@ def test_a_killed_server_leaves_no_rank_and_continues(server: Server, undisturbe
         _, left = psutil.wait_procs(ranks, timeout=patient(60))
         assert not left
         server.start()
-        assert running.result(timeout=patient(240)) == undisturbed
+        assert training.result(timeout=patient(240)) == undisturbed

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import cookbook_files
 import pytest
-import yaml
 from patience import patient
-from ports import find_free_port
+from service_server import ServerProcess, running
 
 pytest.importorskip("tinker_cookbook")
 pytestmark = pytest.mark.slow
@@ -50,11 +49,10 @@ PROGRAMS = {
 KEY = "tml-cookbook-1"
 
 
-class Server:
+class Server(ServerProcess):
     """The server, as a process that can be killed and started again."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, find_free_port()
         model = cookbook_files.make_model(folder)
         cookbook_files.make_data_sets(folder / "data_sets")
         run_file = {
@@ -81,31 +79,9 @@ class Server:
                 "model_name": cookbook_files.MODEL_NAME,
                 "num_models": 4,
                 "folder": str(folder / "serve"),
-                "port": self.port,
             },
         }
-        (folder / "server.yaml").write_text(yaml.safe_dump(run_file))
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        words = [sys.executable, "-m", "mindspeed_rl.cli.main", "serve", "--config-name", "server"]
-        words += ["--config-dir", str(self.folder)]
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(words, stdout=log, stderr=log, cwd=self.folder)
-        stop_s = time.monotonic() + patient(180)
-        while time.monotonic() < stop_s:
-            assert self.process.poll() is None, (self.folder / "server.log").read_text()
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/healthz", timeout=5):
-                    return
-            except OSError:
-                time.sleep(0.3)
-        raise AssertionError((self.folder / "server.log").read_text())
-
-    def stop(self, number: signal.Signals) -> int:
-        assert self.process is not None
-        self.process.send_signal(number)
-        return self.process.wait(patient(60))
+        super().__init__(folder, run_file, {}, limit_s=180)
 
     def run(self, name: str, module: str, options: str, out: Path) -> tuple[int, str]:
         words = options.replace("OUT", str(out)).split()
@@ -138,10 +114,8 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("cookbook"))
-    server.start()
-    yield server
-    assert server.stop(signal.SIGTERM) == 0
+    with running(Server(tmp_path_factory.mktemp("cookbook"))) as server:
+        yield server
 
 
 def read_metrics(out: Path) -> list[dict[str, float]]:
@@ -188,12 +162,12 @@ def train_with_sdk(port: int, count: int) -> list[float]:
 def test_a_killed_server_changes_no_bit_of_a_loop(server: Server) -> None:
     expected = train_with_sdk(server.port, 14)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(train_with_sdk, server.port, 14)
+        training = pool.submit(train_with_sdk, server.port, 14)
         for _ in range(2):
             time.sleep(patient(1.5))
-            server.stop(signal.SIGKILL)
+            server.end(signal.SIGKILL)
             server.start()
-        assert running.result(timeout=patient(200)) == expected
+        assert training.result(timeout=patient(200)) == expected
 
 
 def test_a_loop_learns_and_transformers_loads_what_it_has_learned(server: Server, tmp_path: Path) -> None:

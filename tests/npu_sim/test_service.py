@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from patience import patient
-from ports import find_free_port
 from ranks import run_ranks
-from service_requests import Requests, read_pass
+from service_requests import read_pass
+from service_server import ServerProcess, running
 
 from mindspeed_rl.service import messages, protobuf
 
@@ -35,10 +30,9 @@ PROMPT = [5, 6, 7, 8]
 SAMPLED = {"max_tokens": 6, "seed": 11, "num_samples": 2, "ends_at_eos": False}
 
 
-class Server(Requests):
-    """A server process on one simulated device, and requests that are sent again while it is away, as the SDK's are."""
+class Server(ServerProcess):
+    """A server process on one simulated device."""
 
-    base_model = "tiny"
     lora_config = {"rank": RANK, "seed": SEED}
 
     def __init__(self, folder: Path) -> None:
@@ -47,45 +41,11 @@ class Server(Requests):
 
         # vLLM's dummy adapter of a tied head has the largest rank's columns and a row per hidden element
         save_model(folder / "model", 128)
-        self.folder, self.port = folder, find_free_port()
-        serve = {"num_models": 3, "num_engine_adapters": 2, "folder": str(folder / "serve"), "port": self.port}
+        serve = {"num_models": 3, "num_engine_adapters": 2, "folder": str(folder / "serve")}
         keys = {"enforce_eager": True, "gpu_memory_utilization": 0.3}
         # vllm-ascend's kernels of adapters up to rank 64 take bfloat16, which has no digits to compare
         run = run_tree(str(folder / "model"), "npu", lora_r=128, serve=serve, **keys)
-        (folder / "server.yaml").write_text(yaml.safe_dump(run))
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        words = [sys.executable, "-m", "mindspeed_rl.cli.main", "serve", "--config-name", "server"]
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [*words, "--config-dir", str(self.folder)], stdout=log, stderr=log, cwd=self.folder, env=os.environ
-            )
-        end_s = time.monotonic() + patient(300)
-        while time.monotonic() < end_s:
-            assert self.process.poll() is None, self.read_log()
-            try:
-                if super().send("GET", "healthz")[0] == 200:
-                    return
-            except OSError:
-                time.sleep(0.3)
-        raise AssertionError(self.read_log())
-
-    def end(self, number: signal.Signals) -> int:
-        assert self.process is not None
-        self.process.send_signal(number)
-        return self.process.wait(patient(90))
-
-    def read_log(self) -> str:
-        return (self.folder / "server.log").read_text()[-6000:]
-
-    def send(self, *arguments: Any, **options: Any) -> Any:
-        end_s = time.monotonic() + patient(300)
-        while True:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                return super().send(*arguments, **options)
-            assert time.monotonic() < end_s, "the server does not come back"
-            time.sleep(0.3)
+        super().__init__(folder, run, {}, limit_s=300)
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +53,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NPU_SIM_MEMORY_GIB", "4")  # of which the engine takes a share; the whole of a device is 64 GiB
         patch.setenv("NPU_SIM_RUN_DIR", str(tmp_path_factory.mktemp("hccl")))
-        server = Server(tmp_path_factory.mktemp("service"))
-        server.start()
-        yield server
-        assert server.end(signal.SIGTERM) == 0, server.read_log()
+        with running(Server(tmp_path_factory.mktemp("service"))) as server:
+            yield server
 
 
 def compute(server: Server, model: str, seq: int, tokens: list[int], *, forward_only: bool = False) -> dict[str, Any]:
@@ -164,10 +122,10 @@ def test_a_server_has_the_numbers_of_the_same_loop_in_process(server: Server, un
 def test_a_killed_server_changes_no_number_of_a_loop(server: Server, undisturbed: list[Any]) -> None:
     seen: list[Any] = []
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(follow, server, seen)
+        following = pool.submit(follow, server, seen)
         while len(seen) < 4:
-            assert not running.done() or running.result()
+            assert not following.done() or following.result()
             time.sleep(0.02)
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
         server.start()
-        assert running.result(timeout=patient(300)) == undisturbed
+        assert following.result(timeout=patient(300)) == undisturbed

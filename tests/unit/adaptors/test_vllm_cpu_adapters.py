@@ -53,6 +53,28 @@ def test_each_row_has_the_products_of_its_adapter_and_none_without_one(shares: t
     assert torch.equal(outputs[1], torch.ones(sum(SIZES)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_multiplied_is_the_memory_that_is_proven(dtype: torch.dtype) -> None:
+    layer = Layer(shares=(False, False))
+    layer.a = tuple(matrix.to(dtype) for matrix in layer.a)
+    slices = _Slices.lay_out([matrix.to(dtype) for matrix in layer.b])
+    for mine, given in zip(slices, layer.b):
+        mine.copy_(given)
+    wrapper = SimpleNamespace(token_lora_indices=INDICES)
+
+    def multiply() -> torch.Tensor:
+        outputs = torch.zeros(4, sum(SIZES), dtype=dtype)
+        _add_lora_linear(wrapper, outputs, layer.rows.to(dtype), layer.a, slices, 1.0, SIZES)
+        return outputs
+
+    before = multiply()
+    layer.a[1][2] *= 2  # a power of two: products are twice as large to the bit
+    slices[2][2] *= 4
+    expected = before.clone()
+    expected[[0, 3], SIZES[0] :] *= torch.tensor([2] * SIZES[1] + [4] * SIZES[2], dtype=dtype)
+    assert not torch.equal(before, expected) and torch.equal(multiply(), expected)
+
+
 def test_slices_with_the_same_first_matrix_take_one_product() -> None:
     shared, apart = Layer(shares=(True, True)), Layer(shares=(False, False))
     counts = [[len(layer.b.find_parts(slot, layer.a, torch.float32)) for slot in (0, 1, 2)] for layer in (shared, apart)]

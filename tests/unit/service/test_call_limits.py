@@ -53,10 +53,22 @@ def test_a_pass_of_which_a_part_was_refused_sets_no_limit_for_others() -> None:
     assert limit(limits, "run_passes", 1024) == 1000
 
 
-def test_calls_of_the_disk_and_runs_with_a_deadline_of_their_own_keep_it() -> None:
+@pytest.mark.parametrize("method", ["load_state", "make_sampler", "drop_sampler", "step_sampling", "step_tenants"])
+def test_calls_of_the_disk_keep_the_deadline_of_the_run(method: str) -> None:
+    """A step of samples loads the full weights of another sampler."""
     limits = CallLimits(Deadlines())
-    limits.note("save_state", 1, 0.1)
-    assert limit(limits, "save_state") == DEFAULTS["update"]
+    limits.note(method, 1, 0.1)
+    assert limit(limits, method) == DEFAULTS["update"]
+
+
+@pytest.mark.parametrize("method", ["save_state", "export_adapter", "export_merged"])
+def test_calls_that_write_checkpoints_have_the_deadline_of_one(method: str) -> None:
+    limits = CallLimits(Deadlines({**DEFAULTS, "update": 40.0, "save": 90.0}, frozenset({"update", "save"})))
+    limits.note(method, 1, 0.1)
+    assert limit(limits, method) == 90 and limits.find_key(method) == "save"
+
+
+def test_runs_with_a_deadline_of_their_own_keep_it() -> None:
     own = CallLimits(Deadlines({**DEFAULTS, "update": 40.0}, frozenset({"update"})))
     own.note("run_passes", 1024, 500)
     assert limit(own, "run_passes", 1024) == limit(own, "optim_step") == 40
