@@ -141,12 +141,11 @@ class Recovery:
 
     @contextlib.contextmanager
     def _note_restart(self) -> Iterator[None]:
-        """Remember whether the next attempt continues after an iteration that is complete; after a fault it may not be."""
-        self._continues = False
+        """Remember for the next attempt whether it continues after an iteration that is complete; after a fault it may not be."""
         try:
             yield
-        except RestartError:
-            self._continues = True
+        except BaseException as error:
+            self._continues = isinstance(error, RestartError)
             raise
 
     def _read_newest(self) -> int:

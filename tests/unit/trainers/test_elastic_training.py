@@ -171,10 +171,9 @@ def test_only_an_attempt_after_a_move_continues_where_all_was_done(tmp_path: Pat
     continues = []
     for error in (DevicesMovedError("ahead"), WorkerError("gone"), DevicesMovedError("behind"), None):
         next(recovery.attempts())
-        termination = Termination()
-        recovery.follow(termination)
-        continues.append(termination.continues)
         with recovery.retry_on_fault():
+            recovery.follow(termination := Termination())
+            continues.append(termination.continues)
             if error is not None:
                 raise error
     assert continues == [False, True, False, True]
