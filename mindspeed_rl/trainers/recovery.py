@@ -141,7 +141,7 @@ class Recovery:
 
     @contextlib.contextmanager
     def _note_restart(self) -> Iterator[None]:
-        """Remember for the next attempt whether it continues after an iteration that is complete; after a fault it may not be."""
+        """Remember whether the next attempt continues after an iteration that is complete; after a fault it may not be."""
         try:
             yield
         except BaseException as error:
