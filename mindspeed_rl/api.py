@@ -31,7 +31,7 @@ from mindspeed_rl.cli.train import prepare_run
 from mindspeed_rl.config import RunConfig, build_run_config
 from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.files import write_file
-from mindspeed_rl.observability.observer import EndingObserver
+from mindspeed_rl.observability.observer import AttemptObserver, EndingObserver
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.rewards import REWARDS, RewardFunction
 from mindspeed_rl.run import Run as ResolvedRun
@@ -309,28 +309,32 @@ def run_to_end(run: Run, observer: EndingObserver) -> Result:
     """Train to the end of the run, or until the observer ends it; raises what `train` raises."""
     with _as_command(), prepare_run(run.config, run.num_nodes) as resolved:
         # by name: these import torch and Ray, which read the environment
-        launch, recovery_class, terminated, predict = (
+        launch, recovery_class, terminated, termination_class, predict = (
             registry.load(f"mindspeed_rl.{target}", "train")
             for target in (
                 "trainers.launch:launch",
                 "trainers.recovery:Recovery",
                 "trainers.termination:Terminated",
+                "trainers.termination:Termination",
                 "planner.prediction:predict",
             )
         )
-        recovery = recovery_class(resolved)
+        recovery, attempts = recovery_class(resolved), AttemptObserver(observer)
         try:
-            for attempt in recovery.attempts():
-                with recovery.retry_on_fault(), launch(attempt, predict, [observer, *recovery.observers]) as trainer:
-                    recovery.follow(trainer.termination)
-                    observer.end = lambda termination=trainer.termination: setattr(termination, "requested", True)
-                    observer.on_loop(trainer.train_iters)
-                    trainer.fit()
+            with termination_class().handled():  # also between two attempts
+                for attempt in recovery.attempts():
+                    with recovery.retry_on_fault(), launch(attempt, predict, [attempts, *recovery.observers]) as trainer:
+                        recovery.follow(trainer.termination)
+                        observer.end = lambda termination=trainer.termination: setattr(termination, "requested", True)
+                        attempts.on_loop(trainer.train_iters)
+                        trainer.fit()
         except terminated as error:
             if error.signum == signal.SIGINT:
                 raise KeyboardInterrupt(str(error)) from None
             if not observer.has_ended:
                 raise
+        finally:
+            attempts.end()
     return _read_result(resolved, ended_early=observer.has_ended)
 
 

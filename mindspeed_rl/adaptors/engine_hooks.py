@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: ends of the names of parameters that vLLM computes from other ones: no checkpoint has them
 DERIVED = (".W_UV", ".W_UK_T", ".weight_offset")
+#: vLLM's switch of forms that are compiled in threads
+_COMPILES_LATER = "_use_async_grammar_compilation"
 #: pattern of the names of layers that keep `dtype` in a quantized engine, as of `models.quantized_names`
 UNQUANTIZED_LAYERS = r"\.(gate|shared_expert_gate|kv_b_proj|in_proj_(ba|b|a))$|\bvisual\."
 
@@ -54,10 +56,21 @@ def compile_forms_at_once(llm: LLM) -> None:
 
     vLLM compiles forms in threads, and a request waits outside of the batch until its own is ready: with one process per engine
     the time decides which requests share a step, and so the last bits of their log-probs. With tensor parallelism
-    (external_launcher) vLLM compiles at once by itself. Looked up in 0.23 and 0.32.
+    (external_launcher) vLLM compiles at once by itself. Servers (`AsyncLLM`) compile in threads: which of their requests share
+    a step depends on the time anyway. Looked up in 0.23 and 0.32. It can go once vLLM has an argument for it, or compiles
+    before it adds a request.
+
+    Raises:
+        RuntimeError: this vLLM has no such switch.
     """
     core: Any = llm.llm_engine.engine_core
-    core.engine_core.structured_output_manager._use_async_grammar_compilation = False
+    manager = core.engine_core.structured_output_manager
+    if not hasattr(manager, _COMPILES_LATER):
+        raise RuntimeError(
+            f"structured_output: this vLLM has no StructuredOutputManager.{_COMPILES_LATER}, without which requests with a "
+            "form do not repeat bit for bit; 0.23 and 0.32 have it"
+        )
+    setattr(manager, _COMPILES_LATER, False)
 
 
 class EngineHooks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -46,19 +47,22 @@ def build_async_engine(arguments: Mapping[str, Any]) -> Any:
         from vllm.v1.engine.coordinator import DPCoordinatorProc
 
         process, target = cast("Any", DPCoordinatorProc), cast("Any", run_coordinator)
-        if process.run_coordinator is not target:
+        if not hasattr(target, "__wrapped__"):
             target.__wrapped__ = process.run_coordinator
-            process.run_coordinator = staticmethod(target)
+        process.run_coordinator = staticmethod(functools.partial(run_coordinator, os.getpid()))
     engine = AsyncLLM if arguments.get("tensor_parallel_size", 1) == 1 else _with_seeds(AsyncLLM)
     return engine.from_engine_args(AsyncEngineArgs(**arguments, **extra))
 
 
-def run_coordinator(*arguments: object, **keywords: object) -> None:
+def run_coordinator(parent: int, *arguments: object, **keywords: object) -> None:
     """Run vLLM's process between the engines of a server, which else outlives a server that is killed.
 
     It is the target of that process, so it has to be found by its name.
+
+    Args:
+        parent: process id of the server, which may have ended before this process runs.
+        arguments, keywords: of vLLM's own function.
     """
-    parent = os.getppid()
 
     def end_with_parent() -> None:
         while os.getppid() == parent:
@@ -66,10 +70,12 @@ def run_coordinator(*arguments: object, **keywords: object) -> None:
         os._exit(1)  # sys.exit would end only this thread
 
     threading.Thread(target=end_with_parent, name="owner-watch", daemon=True).start()
-    from vllm.v1.engine.coordinator import DPCoordinatorProc
+    run: Any = getattr(run_coordinator, "__wrapped__", None)
+    if run is None:  # this process was not forked, and nothing is patched in it
+        from vllm.v1.engine.coordinator import DPCoordinatorProc
 
-    run: Any = DPCoordinatorProc.run_coordinator  # patched where this process was forked
-    getattr(run, "__wrapped__", run)(*arguments, **keywords)
+        run = DPCoordinatorProc.run_coordinator
+    run(*arguments, **keywords)
 
 
 def unlink_segments(prefix: str) -> None:

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
             # these also import Ray
             from mindspeed_rl.trainers.launch import launch
             from mindspeed_rl.trainers.recovery import Recovery
-            from mindspeed_rl.trainers.termination import Terminated
+            from mindspeed_rl.trainers.termination import Terminated, Termination
 
             predict = registry.load("mindspeed_rl.planner.prediction:predict", "train")
             bands = registry.load("mindspeed_rl.cli.bands:find_bands", "train")(run)
@@ -80,10 +80,11 @@ def main(argv: list[str]) -> int:
             fit = shrinker(run, arguments.config_name, arguments.config_dir, arguments.overrides, resolve)
             recovery = Recovery(run, fit)
             try:
-                for attempt in recovery.attempts():
-                    with recovery.retry_on_fault(), launch(attempt, advise, recovery.observers) as trainer:
-                        recovery.follow(trainer.termination)
-                        trainer.fit()
+                with Termination().handled():  # also between two attempts
+                    for attempt in recovery.attempts():
+                        with recovery.retry_on_fault(), launch(attempt, advise, recovery.observers) as trainer:
+                            recovery.follow(trainer.termination)
+                            trainer.fit()
             except Terminated as error:
                 print_status(str(error))
                 _print_resume(run, launched_s)

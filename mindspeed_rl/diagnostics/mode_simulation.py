@@ -278,15 +278,16 @@ def simulate(
     marks = None if moving is None else Hysteresis(moving.high, moving.wait, moving.patience)
     engine = _Engine(fixed, fixed / batch / mode.device_fraction, mode.places * batch, predicts=mode.first_samples)
 
-    def move() -> None:
-        """Move devices to the side that the other one waits for."""
-        nonlocal now, fraction, moves
-        # nothing is complete before the first iteration
-        if moving is None or marks is None or not taken:
+    def move(iteration: int) -> None:
+        """Move devices before this iteration to the side that the other one waits for; see `ElasticTraining.on_figures`."""
+        nonlocal now, fraction, moves, first
+        last = iteration - 1
+        # the first iteration of an attempt has no level, and does not count
+        if moving is None or marks is None or last <= first:
             return
-        waited_s, all_s = waited[-1], now - (ends[-2] if len(ends) > 1 else 0.0)
-        if not marks.add(len(complete) / times.prompts, waited_s, all_s):
+        if not marks.add(levels[last - 1], waited[last], ends[last] - starts[last]):
             return
+        first = iteration
         fraction += -moving.fraction if marks.is_moved else moving.fraction
         engine.set_pace(fixed / batch / fraction)
         now += moving.move_s
@@ -295,10 +296,12 @@ def simulate(
     # other lengths than those that the scale was fitted to
     lengths, num_samples = _sample_lengths(times, seed + 1), times.samples + mode.num_spare
     prompts = _sample_prompts(times, seed + 1, num_samples)
-    now, taken, started = 0.0, 0, 0
+    now, taken, started, first = 0.0, 0, 0, 0
     groups: dict[int, _Group] = {}
     complete: set[int] = set()
+    starts: list[float] = []
     ends: list[float] = []
+    levels: list[float] = []
     waited: list[float] = []
     busy: list[float] = []
     ages: list[int] = []
@@ -349,8 +352,8 @@ def simulate(
 
     admit(0)
     for iteration in range(_WARM + (_ITERATIONS if iterations is None else iterations)):
-        move()
-        began = now
+        move(iteration)
+        starts.append(now)
         help_until_ready(iteration)
         while (chosen := choose(iteration)) is None:
             num_complete = len(complete)
@@ -359,9 +362,10 @@ def simulate(
         taken += len(chosen)
         ages += [admission.version(iteration) - groups.pop(index).version for index in chosen]
         complete.difference_update(chosen)
-        waited.append(now - began)
+        waited.append(now - starts[-1])
         advance(times.train_s / (1.0 if fraction == 1.0 else 1.0 - fraction))
         before_push = now
+        levels.append(len(complete) / times.prompts)
         while not mode.interrupts and (step := engine.next_end_s()) < math.inf:
             advance(step)
         waited[-1] += now - before_push

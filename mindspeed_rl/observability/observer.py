@@ -43,3 +43,31 @@ class EndingObserver(RunObserver):
         if not self.has_ended:
             self.has_ended = True
             self.end()
+
+
+class AttemptObserver(RunObserver):
+    """Pass on what the attempts of a run do to the observer of the whole run, which begins and ends only once."""
+
+    def __init__(self, whole: EndingObserver) -> None:
+        self._whole = whole
+        self._has_begun = False
+
+    def on_loop(self, num_iterations: int) -> None:
+        """Take note that the loop of an attempt begins."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._whole.on_start()
+            self._whole.on_loop(num_iterations)
+
+    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
+        """Pass on the samples."""
+        self._whole.on_samples(iteration, samples)
+
+    def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
+        """Pass on the figures."""
+        self._whole.on_figures(iteration, results)
+
+    def end(self) -> None:
+        """Take note that no attempt follows."""
+        if self._has_begun:
+            self._whole.close()

@@ -275,18 +275,17 @@ def describe_resume(run: Run, launched_s: float) -> str:
     if newest is None:
         every = "only after the last iteration" if config.save_interval is None else f"every {config.save_interval} iterations"
         return f"there is no checkpoint to resume from yet: {group}.save_interval writes one {every}."
-    after = f"to resume after iteration {newest}"
-    if loads_its_save(config):
-        return f"{after}, give the same command again."
-    keys = [f"{group}.load={config.save}", f"{group}.finetune=false"]
-    if config.pretrained_checkpoint is None:  # the reference, and base weights below adapters
-        keys.append(f"{group}.pretrained_checkpoint={config.load}")
+    after, keys = f"to resume after iteration {newest}", []
+    if not loads_its_save(config):
+        keys += [f"{group}.load={config.save}", f"{group}.finetune=false"]
+        if config.pretrained_checkpoint is None:  # the reference, and base weights below adapters
+            keys.append(f"{group}.pretrained_checkpoint={config.load}")
     critic = run.config.critic_config
-    if run.objective is not None and run.objective.has_critic and critic is not None:
+    if run.objective is not None and run.objective.has_critic and critic is not None and not loads_its_save(critic):
         if critic.save is None:
             return "there is no checkpoint to resume from: critic_config.save is not set."
         keys += [f"critic_config.load={critic.save}", "critic_config.finetune=false"]
-    return f"{after}, give the same command with {' '.join(keys)}"
+    return f"{after}, give the same command with {' '.join(keys)}" if keys else f"{after}, give the same command again."
 
 
 def read_newest_iteration(config: MegatronConfig, launched_s: float) -> str | None:
@@ -309,15 +308,15 @@ def loads_its_save(config: MegatronConfig) -> bool:
 def resume_from_save(run: Run, launched_s: float) -> Run:
     """Return the run as a user would resume it; itself where the same command does, or without a checkpoint."""
     config, critic = run.config.actor_config, run.config.critic_config
-    newest = read_newest_iteration(config, launched_s)
+    newest, is_same = read_newest_iteration(config, launched_s), loads_its_save(config)
     if not newest or not newest.isdecimal():
         return run
-    if loads_its_save(config):
-        # the same command would start from that iteration again
-        has_saved = Path(config.save or "", TRACKER_NAME).stat().st_mtime >= launched_s
-        return _load_newest(run) if has_saved and config.load_iteration is not None else run
+    if is_same and Path(config.save or "", TRACKER_NAME).stat().st_mtime < launched_s:
+        return run  # nothing was saved since it started there
 
     def load_save(role: MegatronConfig, save: str | None) -> MegatronConfig:
+        if loads_its_save(role):  # an iteration that the run file names is where it started
+            return dataclasses.replace(role, load_iteration=None)
         # the weights that it started from are the reference, and the base weights below adapters
         base = role.pretrained_checkpoint or role.load
         return dataclasses.replace(role, load=save, load_iteration=None, finetune=False, pretrained_checkpoint=base)
@@ -325,18 +324,9 @@ def resume_from_save(run: Run, launched_s: float) -> Run:
     changed: dict[str, Any] = {}
     for name in ("megatron_training", "actor_config", "ref_config"):
         role = getattr(run.config, name)
-        if isinstance(role, MegatronConfig) and role.load == config.load:
+        if isinstance(role, MegatronConfig) and (loads_its_save(role) if is_same else role.load == config.load):
             changed[name] = load_save(role, config.save)
     if critic is not None and critic.save is not None:
         changed["critic_config"] = load_save(critic, critic.save)
-    return dataclasses.replace(run, config=dataclasses.replace(run.config, **changed))
-
-
-def _load_newest(run: Run) -> Run:
-    """Return the run with the newest checkpoint of each role in place of the one that the run file names."""
-    roles: dict[str, Any] = {
-        name: dataclasses.replace(role, load_iteration=None)
-        for name in ("megatron_training", "actor_config", "ref_config", "critic_config")
-        if isinstance(role := getattr(run.config, name), MegatronConfig) and loads_its_save(role)
-    }
-    return dataclasses.replace(run, config=dataclasses.replace(run.config, **roles))
+    changed = {name: role for name, role in changed.items() if role != getattr(run.config, name)}
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, **changed)) if changed else run

@@ -147,7 +147,7 @@ class AsyncEngine:
         reports = await vllm_async.call_workers(self.llm, "weights_receive")
         await vllm_async.finish_or_fail(self.llm, vllm_async.reset_prefix_cache(self.llm))
         if self._image_rules is not None:
-            await self.llm.reset_encoder_cache()
+            await vllm_async.finish_or_fail(self.llm, self.llm.reset_encoder_cache())
         self.version = version
         return reports
 

@@ -158,7 +158,7 @@ class Hysteresis:
         Args:
             level: iterations' prompts that were ready when updates ended.
             waited_s: seconds in which the trainers waited for responses.
-            seconds: seconds of the iteration.
+            seconds: seconds of the iteration, without those of a save or an evaluation.
         """
         self._recent = [*self._recent, (level, waited_s, seconds)][-self.patience :]
         if len(self._recent) < self.patience:
@@ -167,7 +167,8 @@ class Hysteresis:
         if self.is_moved:
             is_due = waits > self.wait * durations and durations / self.patience >= self._before_s
         else:
-            is_due = levels >= self.high * self.patience
+            # a sum of equal levels may fall short of their multiple by rounding
+            is_due = levels + 1e-9 >= self.high * self.patience
         if not is_due:
             return False
         self._recent = []

@@ -18,8 +18,9 @@ from mindspeed_rl.trainers.admission import Hysteresis
 from mindspeed_rl.trainers.group_sources import QUEUE_LEVEL
 from mindspeed_rl.trainers.termination import DevicesMovedError, Termination
 
-#: timers of the waits for responses
+#: timers of the waits for responses, and of what an iteration has only now and then, which no division makes shorter
 _WAITS = ("timing/rollout", "timing/rollout_pause")
+_OCCASIONAL = ("timing/evaluate", "timing/save", "timing/audit")
 
 
 class ElasticTraining(RunObserver):
@@ -60,8 +61,8 @@ class ElasticTraining(RunObserver):
         termination, level = self._termination, results.get(QUEUE_LEVEL)
         if termination is None or level is None or termination.restart is not None:
             return
-        waited_s = sum(results.get(name, 0.0) for name in _WAITS)
-        if self._marks.add(level, waited_s, results["timing/all"]):
+        waited_s, occasional_s = (sum(results.get(name, 0.0) for name in names) for names in (_WAITS, _OCCASIONAL))
+        if self._marks.add(level, waited_s, max(0.0, results["timing/all"] - occasional_s)):
             text = "the rollout was ahead, so devices of it train"
             if not self._marks.is_moved:
                 text = "the trainers waited and iterations were not faster, so devices of the rollout generate again"

@@ -17,7 +17,7 @@ from mindspeed_rl.run.resume import read_newest_iteration, resume_from_save
 from mindspeed_rl.runtime.cluster import LiveDevices, count_live_devices, wait_for_devices
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.elastic_training import ElasticTraining
-from mindspeed_rl.trainers.termination import DevicesMovedError, DevicesReturnedError, Termination
+from mindspeed_rl.trainers.termination import DevicesMovedError, DevicesReturnedError, RestartError, Termination
 
 #: faults of a process, a machine or Ray, as the driver sees them
 _FAULTS = (WorkerError, TimeoutError, RayError, ConnectionError)
@@ -83,7 +83,7 @@ class Recovery:
         tolerance = run.fault_tolerance
         self._restarts_left = tolerance.max_restarts if tolerance.enabled else 0
         self._last_fault: tuple[int, str] | None = None
-        self._has_ended = self._is_shrunk = False
+        self._has_ended = self._is_shrunk = self._continues = False
         self._termination: Termination | None = None
         self._elastic = ElasticTraining(run) if moves_devices(run.config) else None
 
@@ -102,6 +102,7 @@ class Recovery:
     def follow(self, termination: Termination) -> None:
         """End the loop of this attempt by its termination where the run can have other devices."""
         self._termination = termination
+        termination.continues = self._continues
         if self._elastic is not None:
             self._elastic.follow(termination)
 
@@ -113,7 +114,8 @@ class Recovery:
             Exception: the block raised it, and no attempt is left, or the same fault came after the same iteration before.
         """
         try:
-            yield
+            with self._note_restart():
+                yield
             self._has_ended = True
         except DevicesMovedError as moved:
             assert self._elastic is not None
@@ -136,6 +138,15 @@ class Recovery:
             text = f"all workers were ended; the run resumes {_describe_point(iteration)} ({self._restarts_left} restarts left)"
             print(f"error: {error}\nrl_config.fault_tolerance: {text}", file=sys.stderr, flush=True)
             self._run = resume_from_save(self._choose_run(), self._launched_s)
+
+    @contextlib.contextmanager
+    def _note_restart(self) -> Iterator[None]:
+        """Remember whether the next attempt continues after an iteration that is complete; after a fault it may not be."""
+        try:
+            yield
+        except BaseException as error:
+            self._continues = isinstance(error, RestartError)
+            raise
 
     def _read_newest(self) -> int:
         """Return the iteration of the newest checkpoint; 0 without one."""

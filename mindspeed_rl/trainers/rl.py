@@ -120,9 +120,12 @@ class RLTrainer(TrainingLoop):
     # ------------------------------------------------------------------ steps without a worker
 
     def _evaluate_first(self) -> None:
-        """Evaluate and audit the weights that the run starts from, where there are prompts for it."""
+        """Evaluate and audit the weights that the run starts from, where there are prompts for it.
+
+        An attempt that continues on other devices has evaluated where it was due: one more would count in `eval_patience`.
+        """
         before = Metrics()
-        if self.schedule.evaluates_first:
+        if self.schedule.evaluates_first and not self.termination.continues:
             before = self._evaluate(self.start_iteration)
             self.progress.add(self.start_iteration, before.results())
             self.logger.step_done("evaluated before the first iteration")
@@ -162,7 +165,8 @@ class RLTrainer(TrainingLoop):
 
     def _ends_early(self, iteration: int) -> bool:
         """Return True, with this iteration saved, after SIGTERM or for a restart while iterations are left."""
-        if iteration + 1 == self.schedule.train_iters or not self.termination.ends_loop:
+        is_last = iteration + 1 == self.schedule.train_iters or bool(self.progress.end_reason)
+        if is_last or not self.termination.ends_loop:
             return False
         self.termination.ends_early = True
         if not self.schedule.saves(iteration) and not self.progress.needs_checkpoint(iteration + 1):

@@ -72,7 +72,8 @@ class SupervisedTrainer(TrainingLoop):
 
     def _ends_early(self, iteration: int) -> bool:
         """Return True, with this iteration saved, after SIGTERM or for a restart while iterations are left."""
-        if iteration == self.train_iters or not self.termination.ends_loop:
+        is_last = iteration == self.train_iters or bool(self.progress.end_reason)
+        if is_last or not self.termination.ends_loop:
             return False
         self.termination.ends_early = True
         is_saved = self._is_due(iteration, self.config.save_interval, bool(self.config.save))

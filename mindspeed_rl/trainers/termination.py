@@ -54,6 +54,7 @@ class Termination:
         restart: the loop has to end after this iteration for this reason, unless a signal came.
         ends_early: the loop ends before its last iteration because of either.
         in_loop: the loop runs and reads `requested`; before and after the loop a signal ends the run at once.
+        continues: the loop continues, on other devices, one that ended after an iteration with all that was due in it.
     """
 
     def __init__(self, grace_s: float = 0.0) -> None:
@@ -67,7 +68,7 @@ class Termination:
         self.requested = False
         self.restart: RestartError | None = None
         self.ends_early = False
-        self.in_loop = False
+        self.in_loop = self.continues = False
 
     @property
     def ends_loop(self) -> bool:
@@ -154,6 +155,8 @@ class Termination:
             if isinstance(error, SystemExit) and error.code == signal.SIGTERM:
                 self._signum = signal.SIGTERM
                 self._raise("all workers were ended.")
+            if self.requested and isinstance(error, RestartError):
+                self._raise("the run ended after an iteration.")
             if self.requested and isinstance(error, (RuntimeError, TimeoutError)):
                 self._raise(f"the run ended before the iteration did: {error}")
             raise

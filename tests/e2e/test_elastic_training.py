@@ -32,7 +32,7 @@ MOVED = r"elastic_training_devices: .*; the run resumes after iteration (\d+) wi
 TIMED = {"rollout/ready_prompts", "rollout/in_flight_prompts", "rollout/queue_level"}
 
 
-def keys(folder: Path, flag: Path) -> list[str]:
+def keys(task: Path, folder: Path, flag: Path) -> list[str]:
     """Of a run in which prompts are taken in their order and new weights wait for responses: only the level takes time."""
     plugin = folder / "slow_at_times.py"
     plugin.write_text(PLUGIN.format(flag=str(flag), seconds=patient(30)))
@@ -53,6 +53,10 @@ def keys(folder: Path, flag: Path) -> list[str]:
         "actor_config.keep_last=null",
         "rl_config.verifier_function=[slow_at_times]",
         f"rl_config.external_plugins=[{plugin}]",
+        # before the first iteration and after the last
+        f"megatron_training.eval_sets={{few: '{task / 'heldout.jsonl'}#2'}}",
+        "megatron_training.eval_interval=500",
+        "megatron_training.eval_patience=1000",
     ]
 
 
@@ -70,7 +74,7 @@ def moves(run: Command) -> list[tuple[int, str]]:
 @pytest.mark.extra
 def test_two_servers_become_one_and_two_again_as_by_a_resume_by_hand(task: Path, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
-    shared = keys(tmp_path, flag)
+    shared = keys(task, tmp_path, flag)
     with running(task, tmp_path / "run", *shared, iterations(500)) as run:
         run.wait_until(lambda: moves(run))
         start, changes = moves(run)[0]
@@ -87,6 +91,9 @@ def test_two_servers_become_one_and_two_again_as_by_a_resume_by_hand(task: Path,
     assert "rl_config.actor_resource.num_npus=2 rl_config.rollout_resource.num_npus=1" in changes
     figures = {record["iteration"]: record for record in run.metrics}
     assert sorted(figures) == list(range(1, max(figures) + 1)) and end > start
+    # the attempts after a move have not evaluated
+    evaluated = json.loads((run.folder / "save" / "evaluations.json").read_text())["evaluations"]
+    assert [iteration for iteration, _ in evaluated] == [0]
     # no prompt twice, none left out, no token too old
     last = max(figures)
     records = read_consumed(run.folder, range(1, last + 1))

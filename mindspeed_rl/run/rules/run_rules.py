@@ -502,14 +502,18 @@ def _elastic_training(run: Run) -> Iterator[Broken]:
         unit = math.lcm(size, max(1, actor.model_parallel_size))
         nearest = min(-(-rl.elastic_training_devices // unit) * unit, (rollout - size) // unit * unit)
         yield violate("elastic_training_whole", text, {key: nearest} if nearest > 0 else off)
-    # as in `Admission.compute_room`, after the iteration's own prompts were taken
+    # as in `Admission.compute_room`, after the iteration's own prompts were taken: whole prompts
     ahead = rl.max_off_policy_threshold + (1 if rl.max_off_policy_strategy == "drop" else 0)
-    if rl.elastic_training_high > ahead:
+    batch = run.plan.num_train_prompts
+    ready = math.floor(ahead * batch + 1e-9)
+    if batch > 0 and rl.elastic_training_high > ready / batch:
+        # not above it, as a rounded number may be
+        reachable = math.floor(ready / batch * 10_000) / 10_000
         text = (
-            f"[elastic_training_high] may be at most {ahead:g}: [max_off_policy_threshold] lets so many iterations' prompts "
-            "be ready at the end of updates"
+            f"[elastic_training_high] may be at most {reachable:g}: [max_off_policy_threshold] lets {ready} prompt(s) be ready "
+            f"at the end of updates, of {batch} in an iteration"
         )
-        yield violate("elastic_training_high", text, {"elastic_training_high": ahead} if ahead > 0 else off)
+        yield violate("elastic_training_high", text, {"elastic_training_high": reachable} if ready else off)
     if rl.parameter_sync_step > 1:
         text = f"[{key}] needs rl_config.parameter_sync_step: 1 (it is [parameter_sync_step:value]): "
         text += "the level is measured before each weight sync"

@@ -133,6 +133,22 @@ def test_the_documented_table_of_elastic_rollouts_is_the_computed_one(page: str)
     assert build_elastic_table() in (ROOT / page).read_text()
 
 
+def test_when_devices_move_does_not_depend_on_how_long_a_move_takes() -> None:
+    # long responses set the pace: devices move, and back; with a patience of 1 each iteration decides
+    tail = PhaseTimes("tail", 40.0, 36.0, 1.0, 16, 4)
+    split = Mode(Admission("pace", 1, 16), True, 0.375)
+    for patience in (1, 3):
+        outcomes = [
+            simulate(tail, dataclasses.replace(split, moving=Moving(0.125, 1.0, 0.2, patience, move_s)), iterations=40)
+            for move_s in (0.0, 1000.0)
+        ]
+        assert outcomes[0].moves == outcomes[1].moves > 0, patience
+        # moves before the fourth iteration are in no mean
+        longer_s = (outcomes[1].iteration_s - outcomes[0].iteration_s) * 40
+        counted = round(longer_s / 1000.0)
+        assert longer_s == pytest.approx(1000.0 * counted) and 0 < counted <= outcomes[0].moves
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["docs/mode_figures.md", "docs/zh/mode_figures.md"])
 def test_the_documented_table_of_moving_devices_is_the_computed_one(page: str) -> None:
@@ -153,10 +169,10 @@ def test_devices_train_where_the_trainers_are_waited_for() -> None:
     }
     assert fixed.moves == 0 and {outcome.moves for outcome in moves.values()} == {1}
     # on 4 / 8 training takes 1200 s, on 6 / 8 800 s; the move is before the iterations that count, which are those after the
-    # first three, or before the 21st, as there is no level before the first
+    # first three, or before the 22nd, as the first has no level
     assert fixed.iteration_s == pytest.approx(1201.0)
     assert moves[1].iteration_s == pytest.approx(801.0)
-    assert moves[20].iteration_s == pytest.approx((17 * 1201.0 + 300.0 + 23 * 801.0) / 40)
+    assert moves[20].iteration_s == pytest.approx((18 * 1201.0 + 300.0 + 22 * 801.0) / 40)
 
 
 @pytest.fixture(scope="module")

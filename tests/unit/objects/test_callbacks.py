@@ -10,6 +10,7 @@ from mindspeed_rl.objects import NotebookProgress, SFTConfig, TrainerCallback, T
 from mindspeed_rl.objects.callbacks import CallbackObserver, render_progress
 from mindspeed_rl.objects.trainers import _with_messages
 from mindspeed_rl.observability.completions import Completion
+from mindspeed_rl.observability.observer import AttemptObserver
 
 SAMPLES = [Completion("2 + 2", "<b>4</b>", 1.0, group=0), Completion("2 + 2", "five", 0.0, group=0)]
 
@@ -63,6 +64,19 @@ def test_events_come_in_order_and_a_callback_ends_the_run() -> None:
     ]
     assert ended == [2] and observer.has_ended
     assert [line["iteration"] for line in state.log_history] == [0, 1, 2] and state.samples == SAMPLES
+
+
+def test_a_run_of_several_attempts_begins_and_ends_once() -> None:
+    recorder = Recorder()
+    attempts = AttemptObserver(CallbackObserver([recorder], SFTConfig(), TrainerState()))
+    attempts.end()  # no attempt has begun
+    for iteration in (1, 2):
+        attempts.on_start()
+        attempts.on_loop(5)
+        attempts.on_figures(iteration, {"train/loss": 2.0})
+        attempts.close()
+    attempts.end()
+    assert [event for event, _ in recorder.events] == ["begin", "log", "step", "log", "step", "end"]
 
 
 def test_a_notebook_shows_the_same_place_anew_and_texts_as_text() -> None:

@@ -26,7 +26,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import find_warnings
 from mindspeed_rl.run.ref_model import resolve_rollout_ref
-from mindspeed_rl.run.resume import describe_resume, find_resume_point, select_sound_checkpoint
+from mindspeed_rl.run.resume import describe_resume, find_resume_point, resume_from_save, select_sound_checkpoint
 
 RL, SUPERVISED = {"kl": {}, "rollout": {}}, {"consumed_samples": 8}
 
@@ -191,6 +191,27 @@ def test_an_interrupted_run_with_a_critic_names_both_checkpoints(tmp_path: Path)
     assert "critic_config.save is not set" in describe_resume(run("ray_ppo", critic_config=critic, **ppo), 0.0)
     said = describe_resume(run("ray_ppo", critic_config={**critic, "save": "/critic"}, **ppo), 0.0)
     assert said.endswith("critic_config.load=/critic critic_config.finetune=false")
+
+
+def test_a_critic_that_started_elsewhere_resumes_from_its_save_beside_an_actor_that_loads_its_own(tmp_path: Path) -> None:
+    begun, save = time.time() - 5, str(tmp_path / "save")
+    checkpoint(Path(save), 6, RL, "ray_ppo")
+    own = {"save": save, "load": save, "pretrained_checkpoint": "/model", "rl_config": {"adv_estimator": "gae"}}
+    elsewhere = {"finetune": True, "load": "/model", "save": "/critic", "micro_batch_size": 8}
+    started = run("ray_ppo", critic_config=elsewhere, **own)
+    resumed = resume_from_save(started, begun).config
+    assert resumed.actor_config == started.config.actor_config
+    critic = resumed.critic_config
+    assert critic is not None
+    assert (critic.load, critic.finetune, critic.pretrained_checkpoint) == ("/critic", False, "/model")
+    said = describe_resume(started, begun)
+    assert said.endswith("6, give the same command with critic_config.load=/critic critic_config.finetune=false")
+    # an iteration that the run file names is where it started
+    fifth = {"load": "/critic", "save": "/critic", "load_iteration": 5, "micro_batch_size": 8}
+    named = run("ray_ppo", critic_config=fifth, **own)
+    critic = resume_from_save(named, begun).config.critic_config
+    assert critic is not None and (critic.load, critic.load_iteration) == ("/critic", None)
+    assert resume_from_save(named, time.time() + 1000) is named  # nothing was saved since
 
 
 def hf(folder: Path, *names: str) -> ModelSource:

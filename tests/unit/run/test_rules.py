@@ -553,6 +553,12 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: MOVING | {"trainer_mode": "one_step_off"}, M: SAVED}, "elastic_training_mode", ["in one_step_off", "repeats exactly"]),
     ({R: MOVING | {"elastic_training_devices": 4}, M: SAVED}, "elastic_training_whole", ["(4)", "num_npus (4)", "one server"]),
     ({R: MOVING | {"elastic_training_high": 1.5}, M: SAVED}, "elastic_training_high", ["(1.5) may be at most 1:"]),
+    (
+        # whole prompts: 0.4 of 32 is 12
+        {R: MOVING | {"max_off_policy_threshold": 0.4, "elastic_training_high": 0.4}, M: SAVED},
+        "elastic_training_high",
+        ["elastic_training_high (0.4) may be at most 0.375:", "lets 12 prompt(s) be ready", "of 32 in an iteration"],
+    ),
     ({R: MOVING | {"parameter_sync_step": 2}, M: SAVED}, "elastic_training_sync_step", ["parameter_sync_step: 1 (it is 2)"]),
     ({R: MOVING, M: {"pipeline_model_parallel_size": 1}}, "elastic_training_save", ["needs actor_config.save", "by a resume"]),
     ({R: MOVING, M: SAVED | {"no_save_optim": True}}, "elastic_training_save", ["no_save_optim"]),

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_recovery import run_with, save
 
-from mindspeed_rl.config import load_run_config
+from mindspeed_rl.config import MegatronConfig, load_run_config
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.models import resolve_run
 from mindspeed_rl.run.rules.validation import is_valid, validate
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.admission import Hysteresis
+from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
 from mindspeed_rl.trainers.group_sources import QUEUE_LEVEL
 from mindspeed_rl.trainers.recovery import Recovery
-from mindspeed_rl.trainers.termination import DevicesMovedError, Termination
+from mindspeed_rl.trainers.rl import RLTrainer
+from mindspeed_rl.trainers.schedule import Schedule
+from mindspeed_rl.trainers.supervised import SupervisedTrainer
+from mindspeed_rl.trainers.termination import DevicesMovedError, Terminated, Termination
 
 KEYS = (
     "rl_config.use_integrated_worker=false",
@@ -112,12 +120,82 @@ def test_a_fault_after_a_move_resumes_on_the_division_that_it_came_on(tmp_path: 
 
 
 def test_a_signal_comes_before_a_move(tmp_path: Path) -> None:
-    recovery, termination = Recovery(elastic(tmp_path)), Termination()
+    recovery, termination = Recovery(elastic(tmp_path)), Termination(grace_s=1000.0)
     recovery.follow(termination)
-    termination.requested = True
-    for iteration in (2, 3):
-        recovery.observers[0].on_figures(iteration, {QUEUE_LEVEL: 1.0, "timing/all": 1.0})
-    assert isinstance(termination.restart, DevicesMovedError) and termination.ends_loop
+    with pytest.raises(Terminated, match="the run ended after an iteration"), termination.handled():
+        termination.in_loop = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        for iteration in (2, 3):
+            recovery.observers[0].on_figures(iteration, {QUEUE_LEVEL: 1.0, "timing/all": 1.0})
+        assert isinstance(termination.restart, DevicesMovedError) and termination.ends_loop
+        termination.ends_early = True
+        termination.raise_if_early()
+
+
+def test_a_signal_while_an_attempt_winds_up_for_a_move_ends_the_run() -> None:
+    termination = Termination(grace_s=1000.0)
+    with pytest.raises(Terminated, match="the run ended after an iteration"):
+        with termination.handled(), termination.explain_failures():
+            termination.in_loop = True
+            try:
+                raise DevicesMovedError("the rollout was ahead")
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_save_or_an_evaluation_decides_nothing(tmp_path: Path) -> None:
+    """Iterations of 10 s move devices, and they move back as these take 12 s, whenever one has 30 s more for something else."""
+
+    def play_two(recovery: Recovery, seconds: float, waited_s: float, further: dict[str, float]) -> bool:
+        termination = Termination()
+        next(recovery.attempts())
+        recovery.follow(termination)
+        for iteration, extra in enumerate(({}, further), 2):
+            all_s = seconds + sum(extra.values())
+            results = {QUEUE_LEVEL: 1.0, "timing/all": all_s, "timing/rollout": waited_s, **extra}
+            recovery.observers[0].on_figures(iteration, results)
+        if termination.restart is not None:
+            with recovery.retry_on_fault():
+                raise termination.restart
+        return termination.restart is not None
+
+    for name in ("timing/save", "timing/evaluate", "timing/audit"):
+        recovery = Recovery(elastic(tmp_path))
+        assert play_two(recovery, 10.0, 0.0, {name: 30.0}), name
+        assert not play_two(recovery, 8.0, 4.0, {name: 30.0}), name  # they are faster
+        assert play_two(recovery, 12.0, 4.0, {}), name
+
+
+def test_only_an_attempt_after_a_move_continues_where_all_was_done(tmp_path: Path) -> None:
+    recovery = Recovery(elastic(tmp_path, "rl_config.fault_tolerance.enabled=true"))
+    continues = []
+    for error in (DevicesMovedError("ahead"), WorkerError("gone"), DevicesMovedError("behind"), None):
+        next(recovery.attempts())
+        with recovery.retry_on_fault():
+            recovery.follow(termination := Termination())
+            continues.append(termination.continues)
+            if error is not None:
+                raise error
+    assert continues == [False, True, False, True]
+
+
+def test_an_evaluation_that_ends_the_run_comes_before_a_move(tmp_path: Path) -> None:
+    progress = EvaluationProgress(MegatronConfig(eval_target=0.5), print, start_iteration=0)
+    termination = Termination()
+    termination.restart = DevicesMovedError("the rollout was ahead")
+    loop: Any = SimpleNamespace(
+        termination=termination, progress=progress, schedule=Schedule(elastic(tmp_path, "actor_config.train_iters=9"))
+    )
+    progress.add(4, {"eval/accuracy": 0.6})
+    assert progress.end_reason and not RLTrainer._ends_early(loop, 3) and not termination.ends_early
+    loop = SimpleNamespace(termination=termination, progress=progress, train_iters=9)
+    assert not SupervisedTrainer._ends_early(loop, 4) and not termination.ends_early
+
+
+def test_equal_levels_at_the_limit_are_a_full_queue() -> None:
+    # the sum of ten times 0.1 is less than 1 in floating point
+    marks = Hysteresis(high=0.1, wait=0.2, patience=10)
+    assert [marks.add(0.1, 0.0, 10.0) for _ in range(10)] == [False] * 9 + [True]
 
 
 @pytest.mark.parametrize(
