@@ -94,6 +94,7 @@ def compare(names: frozenset[str], seed: int, ranks: Callable[[int], Ranks], fol
             return compare_run(build(names, seed + 100_000 * draw, folders, path), ranks, folders, path)
         except InconclusiveError as error:
             reasons.append(str(error))
+            print(f"draw {draw} of {', '.join(sorted(names))} shows nothing: {error}")
     raise AssertionError(f"no draw shows anything: {reasons}")
 
 
