@@ -14,7 +14,7 @@ from slow_reference import Step
 #: relative difference of a gradient or of an update, by norm
 TOLERANCE = 5e-4
 #: the same of a run in bfloat16, and of all its gradients together
-_ROUGH_TOLERANCE, _ROUGH_TOTAL = 0.2, 0.1
+ROUGH_TOLERANCE, _ROUGH_TOTAL = 0.2, 0.1
 #: part of the norm of all gradients that is added to the norm of one: what cancels in it has the others' size
 _CANCELLED, _ROUGH_CANCELLED = 0.01, 0.0025
 #: the tolerance of Muon's updates: Muon makes small singular values of a gradient, with their rounding, as large as the others
@@ -53,7 +53,7 @@ def check_gradients(found: Mapping[str, np.ndarray], step: Step, moved: Step, *,
         AssertionError: a gradient is another one.
         InconclusiveError: none is, and rounding moves one too far to tell.
     """
-    tolerance, cancelled = (_ROUGH_TOLERANCE, _ROUGH_CANCELLED) if is_rough else (TOLERANCE, _CANCELLED)
+    tolerance, cancelled = (ROUGH_TOLERANCE, _ROUGH_CANCELLED) if is_rough else (TOLERANCE, _CANCELLED)
     unknown = None
     names = [name for name in found if name in step.gradients]
     total = float(np.sqrt(sum(np.square(value).sum() for value in step.gradients.values())))

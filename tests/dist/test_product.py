@@ -186,6 +186,27 @@ def test_a_run_that_has_equalled_its_reference_does(
 
 
 @pytest.mark.slow
+def test_a_run_in_bfloat16_without_a_half_of_the_gradient_of_an_expert_fails(
+    ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path
+) -> None:
+    for draw in range(_DRAWS):
+        run = build(frozenset(("bf16", "experts", "fsdp")), 4 + 100_000 * draw, folders, tmp_path / str(draw))
+        reports = ranks(1).run(jobs.run, path=run.path, folder=str(tmp_path / f"run {draw}"), timeout_s=240)
+        try:
+            Comparison(run, folders[run.model]).check(reports)
+        except InconclusiveError:
+            continue
+        break
+    gradients = next(record["update_actor"][0] for record in reports[0]["records"] if record.get("update_actor"))
+    experts = sorted((name for name in gradients if ".experts." in name), key=lambda name: np.linalg.norm(gradients[name]))
+    for name, factor in ((experts[-1], 0.5), (experts[len(experts) // 2], 0.5), (experts[len(experts) // 2], 0.0)):
+        was, gradients[name] = gradients[name], factor * gradients[name]
+        with pytest.raises(AssertionError, match=f"gradient {name}"):
+            Comparison(run, folders[run.model]).check(reports)
+        gradients[name] = was
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     not {"PRODUCT_ALL", "PRODUCT_NEW", "PRODUCT_RUN", "PRODUCT_NAMES"} & set(os.environ),
     reason="a search for new faults: PRODUCT_ALL=1 makes a run for every pair, PRODUCT_NEW=1 for pairs that have none, "
