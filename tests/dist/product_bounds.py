@@ -14,7 +14,7 @@ from slow_reference import Step
 #: relative difference of a gradient or of an update, by norm
 TOLERANCE = 5e-4
 #: the same of a run in bfloat16, and of all its gradients together
-ROUGH_TOLERANCE, _ROUGH_TOTAL = 0.2, 0.1
+ROUGH_TOLERANCE, _ROUGH_TOTAL = 0.15, 0.1
 #: part of the norm of all gradients that is added to the norm of one: what cancels in it has the others' size
 _CANCELLED, _ROUGH_CANCELLED = 0.01, 0.0025
 #: the tolerance of Muon's updates: Muon makes small singular values of a gradient, with their rounding, as large as the others
@@ -24,7 +24,9 @@ MUON_TOLERANCE = 1e-2
 ROUNDINGS = 4.0
 #: what rounding may take, at most, of a value's norm, or of the norm of all where that is more: with the tolerance it is less
 #: than the half of a gradient
-_MOST, _MOST_OF_ALL = 0.2, 0.01
+_MOST, _MOST_OF_ALL = 0.3, 0.01
+#: part of the norm of all gradients that an expert's has, at most, of which a token more or less is much
+_FEW_TOKENS = 0.05
 
 
 class InconclusiveError(Exception):
@@ -43,11 +45,14 @@ def allow_rounding(far: float, norm: float, total: float, where: str) -> float:
     return allowed
 
 
-def check_gradients(found: Mapping[str, np.ndarray], step: Step, moved: Step, *, is_rough: bool, where: str) -> None:
+def check_gradients(
+    found: Mapping[str, np.ndarray], step: Step, moved: Step, *, is_rough: bool, where: str, routes_freely: bool = False
+) -> None:
     """Compare the gradients of a step, each by itself and all together.
 
     Args:
         moved: the step of the rounded reference; the same where the run has no rounding.
+        routes_freely: the run's rounding may have given a token to other experts than the reference's.
 
     Raises:
         AssertionError: a gradient is another one.
@@ -67,9 +72,13 @@ def check_gradients(found: Mapping[str, np.ndarray], step: Step, moved: Step, *,
             unknown = error
             continue
         limit = tolerance * (norm + cancelled * total) + allowed + 1e-8
-        assert distances[name] <= limit, (
+        text = (
             f"gradient {name} of {where}: {distances[name]} of {norm}, and of {total} in all; rounding moves it by {fars[name]}"
         )
+        if distances[name] > limit and routes_freely and ".mlp." in name and norm <= _FEW_TOKENS * total:
+            unknown = InconclusiveError(f"{text}; a token may have other experts")
+            continue
+        assert distances[name] <= limit, text
     if unknown is not None:
         raise unknown
     distance, far = (float(np.linalg.norm(list(values.values()))) for values in (distances, fars))

@@ -201,7 +201,8 @@ def test_a_run_in_bfloat16_without_a_half_of_the_gradient_of_an_expert_fails(
     experts = sorted((name for name in gradients if ".experts." in name), key=lambda name: np.linalg.norm(gradients[name]))
     for name, factor in ((experts[-1], 0.5), (experts[len(experts) // 2], 0.5), (experts[len(experts) // 2], 0.0)):
         was, gradients[name] = gradients[name], factor * gradients[name]
-        with pytest.raises(AssertionError, match=f"gradient {name}"):
+        # of an expert of few tokens each draw shows nothing, and a comparison without a draw that does fails
+        with pytest.raises((AssertionError, InconclusiveError), match=f"gradient {name}"):
             Comparison(run, folders[run.model]).check(reports)
         gradients[name] = was
 
