@@ -605,6 +605,7 @@ class SlowRun:
         optimizer, results, limit = self._optimizer(self.critic, "critic_config"), [], self.rl["cliprange_value"]
         for rows, micro_batches in zip(steps, groups):
             total, count = torch.zeros((), dtype=torch.float64), sum(int(self.train[index].sum()) for index in rows)
+            self.start_step(rows)
             logits: list[Any] = []
             for index in rows:
                 mask = self.train[index]

@@ -94,6 +94,7 @@ def compare(names: frozenset[str], seed: int, ranks: Callable[[int], Ranks], fol
             return compare_run(build(names, seed + 100_000 * draw, folders, path), ranks, folders, path)
         except InconclusiveError as error:
             reasons.append(str(error))
+            print(f"draw {draw} of {', '.join(sorted(names))} shows nothing: {error}")
     raise AssertionError(f"no draw shows anything: {reasons}")
 
 
@@ -182,6 +183,28 @@ def test_a_run_that_has_equalled_its_reference_does(
     ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path, compared: Compared
 ) -> None:
     compare(compared.names, compared.seed, ranks, folders, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_in_bfloat16_without_a_half_of_the_gradient_of_an_expert_fails(
+    ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path
+) -> None:
+    for draw in range(_DRAWS):
+        run = build(frozenset(("bf16", "experts", "fsdp")), 4 + 100_000 * draw, folders, tmp_path / str(draw))
+        reports = ranks(1).run(jobs.run, path=run.path, folder=str(tmp_path / f"run {draw}"), timeout_s=240)
+        try:
+            Comparison(run, folders[run.model]).check(reports)
+        except InconclusiveError:
+            continue
+        break
+    gradients = next(record["update_actor"][0] for record in reports[0]["records"] if record.get("update_actor"))
+    experts = sorted((name for name in gradients if ".experts." in name), key=lambda name: np.linalg.norm(gradients[name]))
+    for name, factor in ((experts[-1], 0.5), (experts[len(experts) // 2], 0.5), (experts[len(experts) // 2], 0.0)):
+        was, gradients[name] = gradients[name], factor * gradients[name]
+        # of an expert of few tokens each draw shows nothing, and a comparison without a draw that does fails
+        with pytest.raises((AssertionError, InconclusiveError), match=f"gradient {name}"):
+            Comparison(run, folders[run.model]).check(reports)
+        gradients[name] = was
 
 
 @pytest.mark.slow
