@@ -270,8 +270,8 @@ _LATER = {
 def test_an_int8_engine_samples_from_the_proven_quantized_weights_of_each_push(family: str, tmp_path: Path) -> None:
     result = _run(tmp_path, "float32", family=family)
     assert result["dtypes"] == (_MATRICES | _LATER)[family].split()
-    # an element at a rounding edge of int8 may fall on either side, and the cache hands the difference on to later tokens: so each
-    # product of a linear layer is compared by itself, with its own inputs
+    # an element at a rounding edge of int8 may fall on either side, and the cache hands the difference on to later tokens:
+    # so each product of a linear layer is compared by itself, with its own inputs
     names = {name.partition("layers.1.")[2] for name, _ in result["products"]}
     assert {name for name in _MATRICES["dense"].split() if name in result["dtypes"]} <= {f"{name}.weight" for name in names}
     assert names and result["beyond"] < 1
