@@ -119,9 +119,14 @@ class Architecture:
         ops += _head_ops(model_config)
         if self.text_prefix != "model.":
             ops = [replace(op, hf=tuple(re.sub(r"^model\.", self.text_prefix, name) for name in op.hf)) for op in ops]
-        if self.read_tower_ops is not None and model_config.vision is not None:
-            ops[1:1] = self.read_tower_ops(model_config)
+        ops[1:1] = self.tower_ops(model_config)
         return ops
+
+    def tower_ops(self, model_config: ModelConfig) -> list[WeightOp]:
+        """Return the parameters of the vision tower alone; none for a model of text."""
+        if self.read_tower_ops is None or model_config.vision is None:
+            return []
+        return self.read_tower_ops(model_config)
 
     def list_left_out(self, model_config: ModelConfig, hf_config: HfConfig) -> list[WeightOp]:
         """Return the weights of the published tower where the model is built without it (`language_model_only`).

@@ -91,9 +91,9 @@ class TowerCosts:
             return None
         patches, hidden = vision.merge_size**2, vision.hidden_size
         operations, matrices = 0.0, 0
-        for op in architecture.weight_ops(model_config):
+        for op in architecture.tower_ops(model_config):
             name = op.mcore.removeprefix(TOWER)
-            if name != op.mcore and not name.startswith("pos_embed"):
+            if not name.startswith("pos_embed"):
                 weights = sum(math.prod(shape) for shape in op.shapes if len(shape) > 1)
                 operations += 2.0 * weights * (1 if name.startswith(PROJECTORS) else patches)
                 matrices += name.startswith("blocks.0.mlp.") and name.endswith(".weight")

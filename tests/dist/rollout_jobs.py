@@ -377,7 +377,7 @@ def learn_with_drafts(setting: Setting, drafts: bool) -> dict[str, Any]:
     report: dict[str, Any] = {"proven": [], "tokens": [], "differences": [], "drafts": []}
     with pair_of(setting, 1, drafts=drafts) as pair:
         parameters = dict(pair.engine.model.models[0].named_parameters())
-        report["added"] = parameters["mtp.layers.0.eh_proj.weight"].detach().clone().numpy()
+        report["added"] = parameters["mtp.layers.0.eh_proj.weight"].detach().float().clone()
         for iteration in range(3):
             pair.push()
             report["proven"].append(pair.prove())
@@ -389,7 +389,8 @@ def learn_with_drafts(setting: Setting, drafts: bool) -> dict[str, Any]:
             report["differences"].append(largest_difference(pair, rows, setting))
             for _ in range(20 if iteration < 2 else 0):
                 pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient)
-        report["changed"] = float(abs(parameters["mtp.layers.0.eh_proj.weight"].detach().numpy() - report.pop("added")).max())
+        changed = parameters["mtp.layers.0.eh_proj.weight"].detach().float() - report.pop("added")
+        report["changed"] = float(changed.abs().max())
         if drafts:
             held = dict(pair.rollout.get_model().named_parameters())
             name = next(name for name in held if name.endswith("eh_proj.weight"))

@@ -85,7 +85,8 @@ def compute_loss(folder: Path) -> float:
 def test_the_loss_of_pairs_with_images_is_that_of_transformers(task: Path) -> None:
     command(
         "train", *SFT, "megatron_training.stage=simpo", f"megatron_training.simpo_beta={BETA}", "megatron_training.save=null",
-        f"megatron_training.simpo_gamma={GAMMA}", "megatron_training.save_hf=false", "megatron_training.global_batch_size=16",
+        f"megatron_training.gamma_beta_ratio={GAMMA / BETA}", "megatron_training.save_hf=false",
+        "megatron_training.global_batch_size=16",
         "megatron_training.micro_batch_size=4", "megatron_training.lr=1e-3", "megatron_training.data_path=pairs.jsonl",
         "megatron_training.prompt_type=hf", "megatron_training.map_keys={prompt: instruction}", folder=task,
     )  # fmt: skip

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,18 @@ def test_advice_makes_a_run_fit_and_is_a_sound_run_file() -> None:
     assert plan_memory(draft(build_run_config(apply_values(tree, changes[0].values))), device).verdict == "fits"
     roomy = replace(device, memory=400 * GIB)
     assert find_changes_to_fit(tree, run, plan_memory(run, roomy), roomy) == []
+
+
+def test_the_plan_of_the_largest_model_with_a_tower_takes_seconds() -> None:
+    name = "qwen35_397b_a17b"
+    words = [f"model=[{name}]", f"actor_config.model={name}", f"megatron_training.model={name}"]
+    sizes = ["rl_config.actor_resource.num_npus=256", "actor_config.expert_model_parallel_size=32"]
+    tree = compose(*locate("grpo_qwen35_122b_a10b_A3", None), words + sizes)
+    begun = time.process_time()  # of this process: other work does not count
+    run = draft(build_run_config(tree))
+    plan = plan_memory(run, DEVICES["A3"])
+    assert plan.verdict == "does not fit" and find_changes_to_fit(tree, run, plan, DEVICES["A3"])
+    assert time.process_time() - begun < 10  # more than a minute where each count of the tower lists all experts
 
 
 def test_the_shape_comes_from_config_json_where_it_is_here(tmp_path: Path) -> None:

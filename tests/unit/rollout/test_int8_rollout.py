@@ -149,6 +149,49 @@ def hooks_in_int8():
             yield module.register_forward_hook(linear_in_int8)
 
 
+#: a matrix of the engine -> the published ones that it joins
+JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+
+
+def with_edges(x):
+    # symmetric integers, and the unit of each element that rounding in float32 may put on either side of an edge
+    scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    quotients = x / scales
+    at_edge = (quotients - quotients.floor() - 0.5).abs() < 127 * 2.0**-22
+    return torch.round(quotients).clamp(-127, 127) * scales, at_edge * scales
+
+
+def compare_products(model, changed, requests):
+    # each product that the engine computes, with its own inputs: by the definition in float64, and as far off as edges allow
+    calls = []
+    hooks = []
+    for name, module in model.named_modules():
+        before, _, end = name.rpartition(".")
+        parts = [changed.get(f"{before}.{part}.weight") for part in JOINED.get(end, (end,))]
+        if getattr(getattr(module, "weight", None), "dtype", None) == torch.int8 and all(part is not None for part in parts):
+            biases = [changed.get(f"{before}.{part}.bias", torch.zeros(1)) for part in JOINED.get(end, (end,))]
+            weight, bias = torch.cat(parts).double(), torch.cat([b.expand(len(w)) for b, w in zip(biases, parts)]).double()
+
+            def keep(module, inputs, output, weight=weight, bias=bias, name=name):
+                calls.append((name, weight, bias, inputs[0].double(), output[0].double()))
+
+            hooks.append(module.register_forward_hook(keep))
+    engine.generate(requests)
+    for hook in hooks:
+        hook.remove()
+    report["products"] += [[name, len(x)] for name, _, _, x, _ in calls]
+    for name, weight, bias, x, output in calls:
+        (rows, row_edges), (columns, column_edges) = with_edges(x), with_edges(weight)
+        want = rows @ columns.t() + bias
+        sums = 1e-6 * (rows.abs() @ columns.abs().t() + bias.abs())
+        beside = row_edges @ (columns.abs() + column_edges).t() + rows.abs() @ column_edges.t()
+        report["beyond"] = max(report["beyond"], ((output - want).abs() / (sums + beside)).max().item())
+        report["at_edges"].append((beside > 0).double().mean().item())
+
+
 def load_changed(changed):
     # transformers joins the experts of a published folder
     from safetensors.torch import save_file
@@ -158,7 +201,7 @@ def load_changed(changed):
     return AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32).state_dict()
 
 
-report = {"exact": [], "full": [], "bytes": []}
+report = {"exact": [], "full": [], "products": [], "beyond": 0.0, "at_edges": []}
 for push, factor in enumerate((1.0, -1.5)):
     ends = ("layers.1.mlp.up_proj.weight", "layers.1.mlp.experts.2.up_proj.weight", "experts.2.w3.weight")
     changed = {name: (value * factor).to(dtype) if name.endswith(ends) else value for name, value in weights.items()}
@@ -178,6 +221,8 @@ for push, factor in enumerate((1.0, -1.5)):
             report[kind] += (torch.tensor(answer.log_probs) - want).abs().tolist()
         for hook in hooks:
             hook.remove()
+    if sys.argv[5] == "int8" and dtype_name == "float32":
+        compare_products(engine.get_model(), changed, requests[:3])
 model = engine.get_model()
 matrices = [n for n, p in model.named_parameters() if p.dtype in (torch.int8, torch.uint8) and not n.endswith("_scale")]
 report["dtypes"] = sorted(n.partition("layers.1.")[2] for n in matrices if "layers.1." in n)
@@ -225,9 +270,15 @@ _LATER = {
 def test_an_int8_engine_samples_from_the_proven_quantized_weights_of_each_push(family: str, tmp_path: Path) -> None:
     result = _run(tmp_path, "float32", family=family)
     assert result["dtypes"] == (_MATRICES | _LATER)[family].split()
-    # an element at a rounding edge of int8 may fall on either side
-    assert sorted(result["exact"])[int(0.9 * len(result["exact"]))] < 1e-4 and max(result["exact"]) < 0.05
-    assert sum(result["full"]) / len(result["full"]) < 0.05
+    # an element at a rounding edge of int8 may fall on either side, and the cache hands the difference on to later tokens:
+    # so each product of a linear layer is compared by itself, with its own inputs
+    names = {name.partition("layers.1.")[2] for name, _ in result["products"]}
+    assert {name for name in _MATRICES["dense"].split() if name in result["dtypes"]} <= {f"{name}.weight" for name in names}
+    assert names and result["beyond"] < 1
+    assert sum(result["at_edges"]) / len(result["at_edges"]) < 0.1
+    # log-probs differ by a share of what int8 does: in the dense model an attention kernel decides on which side edges fall
+    assert sum(result["exact"]) < 0.6 * sum(result["full"]) < 0.6 * 0.05 * len(result["full"])
+    assert family == "dense" or sorted(result["exact"])[int(0.9 * len(result["exact"]))] < 1e-4
     assert "down_proj.weight" in str(result["damaged"]) or "w2" in str(result["damaged"])
 
 
