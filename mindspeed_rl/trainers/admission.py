@@ -54,6 +54,10 @@ class Admission:
         """Return the version of the weights in the engine while this iteration trains; the first is 0."""
         return iteration // self.sync_step
 
+    def is_synced(self, iteration: int) -> bool:
+        """Return True where the engine has the weights that this iteration starts from, and not those of an earlier one."""
+        return iteration % self.sync_step == 0
+
     def compute_room(self, version: int, num_taken: int, num_in_flight: int) -> int:
         """Return how many prompts may be started now.
 

@@ -222,8 +222,7 @@ class Advantages:
         columns = ["old_log_probs", "rollout_log_probs", "response_mask", "weight_versions"]
         batch, _ = self._plane.get("compute_advantage", columns, indexes=range(count), timeout_s=self._timeout_s)
         newest, older, admission, metrics = list[Tensor](), list[Tensor](), self._schedule.admission, Metrics()
-        # between two weight syncs the engine has the weights of an earlier iteration
-        version, is_synced = admission.version(iteration), iteration % admission.sync_step == 0
+        version, is_synced = admission.version(iteration), admission.is_synced(iteration)
         for row in range(count):
             computed, recorded, mask, versions = (torch.as_tensor(batch[name][row]) for name in columns)
             distance, is_newest = (computed.float() - recorded.float()).abs(), (versions == version) & is_synced

@@ -151,7 +151,9 @@ class Schedule:
         These are the first three iterations and every tenth.
         """
         objective = self.objective
-        if not self._is_comparable or not objective.log_rollout_offpolicy_metrics or objective.reads_rollout_policy:
+        if not objective.log_rollout_offpolicy_metrics or objective.reads_rollout_policy:
+            return False
+        if not self._is_comparable or not self.admission.is_synced(iteration):
             return False
         if self.computes_old_log_probs(iteration) or not self.trains_actor(iteration):
             return False
@@ -191,7 +193,7 @@ class Schedule:
         if name in results:
             self.kl.update(results[name], self.num_train_samples)
             metrics.add_last("actor/kl_coef", self.kl.coef)
-        if self._agreement is not None:
+        if self._agreement is not None and self.admission.is_synced(iteration):
             self._agreement.check(iteration, results)
 
     def state_dict(self, iteration: int) -> dict[str, object]:

@@ -266,3 +266,13 @@ def test_trainer_and_engine_that_disagree_stop_the_run(
     metrics.add_last("rollout/log_probs_diff_max", largest)
     with pytest.raises(DisagreementError, match=stops) if stops else nullcontext():
         schedule.after_update(0, metrics)
+
+
+def test_only_iterations_after_a_weight_sync_are_held_against_the_engine(tmp_path: Path) -> None:
+    """Between two weight syncs the engine has older weights, and its log-probs differ by what was learnt since."""
+    ahead = ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=0", "rl_config.parameter_sync_step=2"]
+    schedule, metrics = Schedule(run_of(tmp_path, *ahead, "rl_config.log_probs_diff_limit=0.1")), Metrics()
+    metrics.add_last("rollout/log_probs_diff_max", 0.5)
+    for iteration in range(7):
+        with pytest.raises(DisagreementError) if iteration in (0, 2, 4, 6) else nullcontext():
+            schedule.after_update(iteration, metrics)
