@@ -6,7 +6,7 @@ usage: python benchmarks/service.py [--size tiny|135m] [--rounds N] [--tokens N]
 One process makes all of it, in turns: a step (`forward_backward` of 8 sequences and `optim_step`) by calls of the object that
 trains, the same by the backend that a server calls, and the same by a client of the API over HTTP; steps of several models in
 joint passes (with --exact) and each in passes of its own; and samples of several models at the same time, beside as many of one
-model and of the base, which say what adapters cost. Seconds are those of the processor, of client and server together: others
+model and of the base, to show what adapters cost. Seconds are processor time of client and server together, as other programs
 may use the machine.
 """
 

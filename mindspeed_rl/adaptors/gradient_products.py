@@ -117,7 +117,7 @@ def _one_group(rows: int, device: torch.device) -> Tensor:
 def _build_norm(plain: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     def fused_rmsnorm(self: Any, x: Tensor) -> Tensor:
         config, weight = self.config, self.weight
-        # 1 + weight is no parameter, and a weight that does not train has no sum
+        # 1 + weight is not a parameter, and a frozen weight has no main_grad
         if not config.gradient_accumulation_fusion or config.layernorm_zero_centered_gamma or not hasattr(weight, "main_grad"):
             return plain(self, x)
         return _AddingNorm.apply(x, weight, self.eps)

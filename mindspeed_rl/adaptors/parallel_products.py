@@ -11,7 +11,7 @@ products, and its two collectives run at the same time as these, as in Megatron.
 the process group that Megatron 0.16 gives them. Layers of experts, float32 layers, and products of fewer than 256 columns are
 left as they are.
 
-Checked on the simulated NPU, where losses equal those of the plain layers bit by bit; not verified on NPU hardware.
+Losses equal the plain layers' bit for bit on the simulated NPU; not verified on NPU hardware.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ async def finish_or_fail(llm: Any, call: Coroutine[Any, Any, _Result]) -> _Resul
 async def call_workers(llm: Any, method: str, *arguments: object) -> list[Any]:
     """Return the result of a method of each worker, of every engine that shares the experts of the model.
 
-    vLLM's own call returns those of the first engine.
+    vLLM's own call returns the results of the first engine.
     """
     if llm.vllm_config.parallel_config.data_parallel_size == 1:
         return list(await finish_or_fail(llm, llm.collective_rpc(method, args=arguments)))

@@ -1,4 +1,4 @@
-"""Where the adapters of `role_adapters` are in a checkpoint: the first in the folder of the run, the others next to it."""
+"""Folders of the adapters of `role_adapters` in a checkpoint: the first has the run's, the others are next to it."""
 
 from __future__ import annotations
 

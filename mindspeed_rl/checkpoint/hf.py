@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -137,6 +137,11 @@ def list_missing_shards(folder: Path) -> list[str]:
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
     names = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
     return sorted(name for name in names if not (folder / name).is_file())
+
+
+def has_weights(folder: Path, names: Iterable[str]) -> bool:
+    """Return True where an HF folder has safetensors with all of these tensors."""
+    return any(folder.glob("*.safetensors")) and read_weight_files(folder).keys() >= set(names)
 
 
 def read_weight_files(folder: Path) -> dict[str, TensorRecord]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.hf import HfFolder, read_weight_files
+from mindspeed_rl.checkpoint.hf import HfFolder, has_weights
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models.plan import ModelPlan, ModelSource
 
@@ -26,9 +26,8 @@ def find_tower(config: MegatronConfig, source: ModelSource, names: Sequence[str]
     given = (source.hf_folder, config.load, config.tokenizer_name_or_path, config.pretrained_checkpoint)
     folders = dict.fromkeys(Path(folder).expanduser() for folder in given if folder)
     for folder in folders:
-        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-            if read_weight_files(folder).keys() >= set(names):
-                return folder
+        if (folder / "config.json").is_file() and has_weights(folder, names):
+            return folder
     raise ValueError(
         "language_model_only: true with save_hf: true: exported folders get the vision tower of the published model, and none "
         f"of {', '.join(map(str, folders))} has its tensors, such as {names[0]}; name the published folder in "

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from mindspeed_rl.checkpoint.block_fp8 import group_of, is_scale, without_quantization
-from mindspeed_rl.checkpoint.hf import HfFolder, read_weight_files
+from mindspeed_rl.checkpoint.hf import HfFolder, has_weights
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup, same_bits
 from mindspeed_rl.checkpoint.mcore import Adapters, iteration_folder
 from mindspeed_rl.checkpoint.megatron_source import open_layout
@@ -460,7 +460,7 @@ def _prediction_tensors(
 
 def _open_tower(folder: Path | None, names: Sequence[str], path: Path) -> list[Group]:
     """Return the tower of a published folder, for a checkpoint of a run that left it out; ValueError where it has none."""
-    if folder is None or not any(folder.glob("*.safetensors")) or not read_weight_files(folder).keys() >= set(names):
+    if folder is None or not has_weights(folder, names):
         raise ValueError(
             f"{path} has no vision tower, as a run with language_model_only: true saves it; pass --hf-cfg-dir with the "
             f"published folder, whose tensors such as {names[0]} are taken"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,3 +163,35 @@ def _build_copy(part: Any, names: _Names, left_out: Collection[Tensor]) -> Calla
             vars(part).update(full)
 
     return copy_main_params
+
+
+def step_adamw(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    group: Mapping[str, Any],
+    step: float,
+) -> None:
+    """Update weights and their moments in place, by torch's fused AdamW.
+
+    Args:
+        weights, gradients, first, second: float32, of equal shapes at each place; `first` and `second` are the moments.
+        group: parameter group: lr, betas, weight_decay, eps.
+        step: number of this update, from 1 on.
+    """
+    torch._fused_adamw_(
+        list(weights),
+        list(gradients),
+        list(first),
+        list(second),
+        [],
+        [torch.full((), float(step), device=weights[0].device)] * len(weights),
+        lr=float(group["lr"]),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )

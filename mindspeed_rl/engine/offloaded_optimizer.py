@@ -33,7 +33,7 @@ from torch import Tensor
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.host_threads import computing_on_host, count_host_threads
-from mindspeed_rl.engine.inner_optimizer import InnerOptimizer, list_parts, list_weights, replace_inner
+from mindspeed_rl.engine.inner_optimizer import InnerOptimizer, list_parts, list_weights, replace_inner, step_adamw
 from mindspeed_rl.engine.muon import MuonAdamW, move_by_adam
 
 #: float32 numbers of a slice of one state: large enough for a disk, small beside any model
@@ -440,36 +440,7 @@ class OffloadedOptimizer(InnerOptimizer):
 
 def _step_fused(weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
     """AdamW by torch's vectorised kernel."""
-    step_adamw(weight, gradient, (states["exp_avg"], states["exp_avg_sq"]), group, group["step"])
-
-
-def step_adamw(
-    weight: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], group: Mapping[str, Any], step: float
-) -> None:
-    """Update a weight and its moments in place, by torch's fused AdamW.
-
-    Args:
-        weight, gradient: of one shape, in float32.
-        moments: first and second, in float32.
-        group: parameter group: lr, betas, weight_decay, eps.
-        step: number of this update, from 1 on.
-    """
-    first, second = moments
-    torch._fused_adamw_(
-        [weight],
-        [gradient],
-        [first],
-        [second],
-        [],
-        [torch.tensor(float(step), device=weight.device)],
-        lr=float(group["lr"]),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
+    step_adamw([weight], [gradient], [states["exp_avg"]], [states["exp_avg_sq"]], group, group["step"])
 
 
 def _step_plain(weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:

@@ -23,9 +23,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mindspeed_rl.config.device_limits import SPLIT_WINDOW
-from mindspeed_rl.engine.inner_optimizer import InnerOptimizer, list_parts, list_weights, replace_inner
+from mindspeed_rl.engine.inner_optimizer import InnerOptimizer, list_parts, list_weights, replace_inner, step_adamw
 
-#: a window divides a parameter at a multiple of this, so that a kernel's vectors are those of the whole parameter
+#: a window divides a parameter at a multiple of this, so that a kernel takes the same vectors as of the whole parameter
 _ALIGNMENT = 1024
 #: remainder of a float32 number that lies between two bf16 numbers, where it is rounded down
 _TIE = 1 << 15
@@ -107,21 +107,7 @@ class SplitWeightOptimizer(InnerOptimizer):
             assert item.parameter.grad is not None
             gradients.append(item.parameter.grad.view(-1)[item.start : item.stop])
         first, second = (moment[place].split(sizes) for moment in moments)
-        torch._fused_adamw_(
-            list(main.split(sizes)),
-            gradients,
-            list(first),
-            list(second),
-            [],
-            [torch.full((), float(group["step"]), device=main.device)] * len(sizes),
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+        step_adamw(main.split(sizes), gradients, first, second, group, group["step"])
         self._split(window, main)
 
     def _make_moments(self) -> tuple[Tensor, Tensor]:

@@ -325,13 +325,13 @@ class _VocabLogProbs(torch.autograd.Function):
         )
         for chunk in head.split(hidden):
             tokens, of_chunk = hidden[chunk], upstream.select(chunk)
-            if of_chunk.of_divergence and len(parts) > 1:  # its gradient at an id depends on the log-probs at all of them
+            if of_chunk.divergence_gradients and len(parts) > 1:  # those at an id depend on the log-probs at all of them
                 ids = others[chunk].long()
                 student = torch.zeros_like(ids, dtype=torch.float32)
                 for rows in parts:
                     student += _gather(head.compute_logits(tokens, weight, rows), ids, first + rows.start)
                 mine = _locate(ids, first, weight.size(0))[1]
-                of_chunk = of_chunk.through(divergence, student.sub_(of_chunk.log_z[:, None]).mul_(mine), head)
+                of_chunk = of_chunk.with_divergence(divergence, student.sub_(of_chunk.log_z[:, None]).mul_(mine), head)
             products: list[Tensor] = []
             for rows in parts:
                 product = head.multiply(tokens, weight, rows)
@@ -355,7 +355,7 @@ class _VocabLogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Upstream:
-    """What the gradient of the logits of n tokens depends on beside them.
+    """Gradients of the outputs, and statistics of the forward pass, of n tokens.
 
     Attributes:
         labels, log_z, entropy: [n] of the forward pass.
@@ -363,7 +363,7 @@ class _Upstream:
         others: [n, k] int64 further ids.
         grad_others: [n, k] gradient of the log-probs at these ids.
         teacher: [n, k] log-probs of the teacher at these ids.
-        of_divergence: gradients [n] of a divergence's results, which `grad_others` follows from; empty where there are none.
+        divergence_gradients: gradients [n] of a divergence's results, from which `grad_others` follows; may be empty.
     """
 
     labels: Tensor
@@ -374,14 +374,15 @@ class _Upstream:
     others: Tensor | None
     grad_others: Tensor | None
     teacher: Tensor | None
-    of_divergence: Sequence[Tensor | None]
+    divergence_gradients: Sequence[Tensor | None]
 
     def select(self, tokens: slice) -> _Upstream:
         """Return that of some of the tokens."""
         tensors = {name: tensor[tokens] for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
-        return replace(self, **tensors, of_divergence=[None if grad is None else grad[tokens] for grad in self.of_divergence])
+        gradients = [None if grad is None else grad[tokens] for grad in self.divergence_gradients]
+        return replace(self, **tensors, divergence_gradients=gradients)
 
-    def through(self, divergence: _Divergence, student: Tensor, head: VocabHead) -> _Upstream:
+    def with_divergence(self, divergence: _Divergence, student: Tensor, head: VocabHead) -> _Upstream:
         """Return it with the gradient of the log-probs that a divergence's results have.
 
         Args:
@@ -389,8 +390,8 @@ class _Upstream:
         """
         assert self.others is not None and self.teacher is not None
         student = head.all_reduce(student).masked_fill_(self.others < 0, float("-inf"))
-        grad_others = _differentiate(divergence, student, self.teacher, self.of_divergence)
-        return replace(self, grad_others=grad_others, of_divergence=())
+        grad_others = _differentiate(divergence, student, self.teacher, self.divergence_gradients)
+        return replace(self, grad_others=grad_others, divergence_gradients=())
 
     def differentiate(self, logits: Tensor, start: int, head: VocabHead, divergence: _Divergence | None) -> Tensor:
         """Return the gradient of the product, [n, rows] float32; the logits [n, rows] are overwritten.
@@ -404,9 +405,9 @@ class _Upstream:
             slope = (logits * head.temperature).div_(head.softcap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
         log_softmax = logits.sub_(self.log_z[:, None])
         grad_others = self.grad_others
-        if self.of_divergence:
+        if self.divergence_gradients:
             assert divergence is not None and self.others is not None
-            grad_others = self.through(divergence, _gather(log_softmax, self.others, start), head).grad_others
+            grad_others = self.with_divergence(divergence, _gather(log_softmax, self.others, start), head).grad_others
         # the sum over all log-probs of a token: each takes the softmax off the logits once
         grad_totals = self.grad_log_probs if grad_others is None else self.grad_log_probs + grad_others.sum(-1)
         if self.grad_entropy is None:

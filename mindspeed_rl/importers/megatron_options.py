@@ -136,7 +136,7 @@ _REFUSED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class RecomputedParts:
-    """What options of a project compute again of each layer, besides Megatron's own options.
+    """Activation recomputation that a project's options ask for, besides Megatron's own options.
 
     Attributes:
         modules: names as in recompute_modules.

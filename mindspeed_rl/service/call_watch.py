@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -55,12 +55,24 @@ class _Call(NamedTuple):
     requests: tuple[str, ...]
 
 
+def _fit_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the first names, as many as the memory has room for."""
+    kept: list[str] = []
+    room = _MAX_NAMES
+    for name in names:
+        room -= len(json.dumps(name)) + 2
+        if room < 0:
+            break
+        kept.append(name)
+    return tuple(kept)
+
+
 class CallWatch:
     """Limits of the calls of this process's engines.
 
     Args:
         deadlines: the run's.
-        hung: told, in a thread of its own, that a call has passed its limit; the call goes on.
+        hung: called in a thread of its own once a call has passed its limit; the call goes on.
         note: file for the requests of a call for which the process was killed.
         grace_s: seconds after the limit in which the process has to end by itself.
     """
@@ -125,10 +137,8 @@ class CallWatch:
         """Tell the watching process which call runs."""
 
         def write() -> None:
-            lengths = itertools.accumulate(len(json.dumps(name)) + 2 for name in call.requests) if call is not None else ()
-            named = sum(length <= _MAX_NAMES for length in lengths)
-            told = None if call is None else call._replace(requests=call.requests[:named])
-            self._memory[:] = json.dumps(told).encode()[:RECORD_BYTES].ljust(RECORD_BYTES)
+            record = None if call is None else call._replace(requests=_fit_names(call.requests))
+            self._memory[:] = json.dumps(record).encode()[:RECORD_BYTES].ljust(RECORD_BYTES)
 
         self._try(write)
 

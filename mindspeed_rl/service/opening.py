@@ -36,7 +36,7 @@ def open_tenants(
     Args:
         cfg: the run file.
         num_nodes: machines that the devices are spread over.
-        hung: of a server, told by a thread where a call of engines in this process does not end; None: calls have no limit.
+        hung: called by a thread of a server once a call of the engines has passed its limit; None: calls have no limit.
 
     Raises:
         ValueError: the run file is wrong; all violations are named.

@@ -13,8 +13,8 @@ from grpo_command import Command, finished, running
 from safetensors import safe_open
 from test_rollout_modes import IN_TURN, SERVER, consumed, iterations
 
-ELASTIC = [
-    *SERVER,
+#: devices of the trainer generate too while an iteration waits
+HELPING = [
     "rl_config.trainer_mode=async",
     "rl_config.elastic_rollout=true",
     "rl_config.max_off_policy_threshold=1",
@@ -23,6 +23,7 @@ ELASTIC = [
     "generate_config.sampling_config.max_tokens=24",
     "generate_config.sampling_config.ignore_eos=true",
 ]
+ELASTIC = [*SERVER, *HELPING]
 
 
 def check_consumed(run: Command, count: int, bound: int = 1) -> list[dict[str, Any]]:

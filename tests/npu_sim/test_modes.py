@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from grpo_command import Command, finished
 from patience import patient
-from test_elastic_run import check_consumed, generating
+from test_elastic_run import HELPING, check_consumed, generating
 from test_rollout_modes import IN_TURN, consumed, iterations, responses, same_figures
 from test_training import BF16, COMMON, LIMIT_S, layout
 
@@ -165,13 +165,7 @@ def test_experts_under_fsdp2_train_on_responses_of_a_form_and_resume(tmp_path: P
 #: a device for the trainer, which generates too while an iteration waits, and one for a server
 ELASTIC = (
     *(key for key in DEDICATED if "reference_resource" not in key),
-    "rl_config.trainer_mode=async",
-    "rl_config.elastic_rollout=true",
-    "rl_config.max_off_policy_threshold=1",
-    # a response after the other, long enough that some move while they are generated
-    IN_TURN,
-    "generate_config.sampling_config.max_tokens=24",
-    "generate_config.sampling_config.ignore_eos=true",
+    *HELPING,
 )
 
 

@@ -107,7 +107,7 @@ class HostGradients(StepGradients):
         self._sums.clear()
 
     def _take(self, parameter: Tensor) -> None:
-        """Start to copy a reduced gradient to the host; those of the layer before have arrived by now."""
+        """Start to copy a reduced gradient to the host; the copies of the previous layer are complete by now."""
         rows, device = get_rows(cast(Tensor, parameter.grad)), platform.current()
         parameter.grad = None
         if self._arriving and self._arriving[-1].rows.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr():

@@ -28,7 +28,8 @@ from mindspeed_rl.engine.fsdp.gradients import StepGradients
 from mindspeed_rl.engine.fsdp.lora import get_rows
 from mindspeed_rl.engine.fsdp.model import ShardedModel
 from mindspeed_rl.engine.gradient_sums import copy_rounded
-from mindspeed_rl.engine.offloaded_optimizer import SLICE, OffloadedOptimizer, choose_offloaded, step_adamw
+from mindspeed_rl.engine.inner_optimizer import step_adamw
+from mindspeed_rl.engine.offloaded_optimizer import SLICE, OffloadedOptimizer, choose_offloaded
 
 #: moments of AdamW, by their names in torch
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -145,7 +146,7 @@ class LeanAdamW(torch.optim.AdamW):
             part = slice(start, start + SLICE)
             exact = [moment[part].float() for moment in moments]  # the moments themselves in float32
             arrived = slope[part].to(weight.device, non_blocking=True)
-            step_adamw(weight[part], arrived, (exact[0], exact[1]), group, self.num_steps)
+            step_adamw([weight[part]], [arrived], [exact[0]], [exact[1]], group, self.num_steps)
             for moment, values in zip(moments, exact):
                 if generator is not None:
                     copy_rounded(moment[part], values, generator)

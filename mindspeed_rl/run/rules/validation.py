@@ -41,15 +41,20 @@ def is_valid(run: Run) -> bool:
         return False
     if any(True for rule in (layout_violations, *_RULES) for _ in rule(run)):
         return False
-    return not moves_devices(run.config) or is_valid(decide(move_devices(run.config), run.num_nodes, run.platform))
+    return not moves_devices(run.config) or is_valid(_decide_moved(run))
+
+
+def _decide_moved(run: Run) -> Run:
+    """Return the run once devices of the rollout train."""
+    return decide(move_devices(run.config), run.num_nodes, run.platform)
 
 
 def _moved_violations(run: Run) -> Iterator[Violation]:
     """Yield the rules that a sound run breaks once devices of the rollout train."""
     if not moves_devices(run.config):
         return
-    moved, name = decide(move_devices(run.config), run.num_nodes, run.platform), "rl_config.elastic_training_devices"
-    for violation in validate(moved):
+    name = "rl_config.elastic_training_devices"
+    for violation in validate(_decide_moved(run)):
         text = f"{name} ({run.rl.elastic_training_devices}): with these devices moved, {violation.message}"
         yield Violation(f"moved_{violation.rule}", {name: run.rl.elastic_training_devices, **violation.keys}, text)
 

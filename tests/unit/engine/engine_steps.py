@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.checkpoint import load_checkpoint
 from mindspeed_rl.engine.train_engine import TrainEngine
 
 ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
@@ -27,3 +30,12 @@ def weights(engine: TrainEngine) -> list[Tensor]:
 
 def check_equal(engine: TrainEngine, other: TrainEngine) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(engine), weights(other), strict=True))
+
+
+def check_resumed(plain: TrainEngine, want: list[float], saved: TrainEngine, resumed: TrainEngine, folder: Path) -> None:
+    """An engine that resumes after two steps, and the one that was saved then, take the other steps of a plain one."""
+    steps(resumed, 1)  # what it has is replaced
+    load_checkpoint(resumed, folder)
+    for engine in (resumed, saved):  # the save has changed nothing
+        assert steps(engine, 2) == want[2:]
+        check_equal(plain, engine)

@@ -36,6 +36,18 @@ def state_bytes(engine: TrainEngine) -> int:
     )
 
 
+def build_random(config: MegatronConfig, folder: Path) -> TrainEngine:
+    """An engine that trains the model of a folder from random weights, the same for every configuration."""
+    parallel._seed_all(1)
+    model = build_model(config, plan_model(config, folder), trainable=True)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.models[0].parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
+    engine.start_training(1)
+    return engine
+
+
 # ---------------------------------------------------------------- swap_optimizer
 
 
@@ -102,15 +114,9 @@ def test_activations_of_experts_are_recomputed_too(tmp_path: Path) -> None:
         keys = MegatronConfig(
             bf16=False, lr=1e-2, train_iters=9, lr_decay_style="constant", recompute_activation_function=recompute
         )
-        parallel._seed_all(1)
-        model = build_model(keys, plan_model(keys, tmp_path), trainable=True)
-        generator = torch.Generator().manual_seed(0)
-        for parameter in model.models[0].parameters():
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        engine = TrainEngine(keys, model, batch_shape(keys, packed=True, pad_id=0))
-        engine.start_training(1)
+        engine = build_random(keys, tmp_path)
         finals.append((steps(engine, 2), weights(engine)))
-        count = sum(isinstance(module, _RecomputingMLP) for module in model.models[0].modules())
+        count = sum(isinstance(module, _RecomputingMLP) for module in engine.model.models[0].modules())
         assert count == recompute * (4 + 1 + 1)
     assert finals[0][0] == finals[1][0]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(finals[0][1], finals[1][1]))
@@ -127,15 +133,9 @@ def test_grouped_experts_recompute_their_activation_unless_it_has_adapters(tmp_p
     finals = []
     for recompute in (False, True):
         keys = MegatronConfig(**common, recompute_activation_function=recompute)
-        parallel._seed_all(1)
-        model = build_model(keys, plan_model(keys, tmp_path), trainable=True)
-        generator = torch.Generator().manual_seed(0)
-        for parameter in model.models[0].parameters():
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        engine = TrainEngine(keys, model, batch_shape(keys, packed=True, pad_id=0))
-        engine.start_training(1)
+        engine = build_random(keys, tmp_path)
         finals.append((steps(engine, 2), weights(engine)))
-        assert model.models[0].decoder.layers[0].mlp.experts.activation_recompute == recompute
+        assert engine.model.models[0].decoder.layers[0].mlp.experts.activation_recompute == recompute
     assert finals[0][0] == finals[1][0]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(finals[0][1], finals[1][1]))
     keys = MegatronConfig(**common, recompute_activation_function=True, lora_target_modules=["linear_fc1"])
