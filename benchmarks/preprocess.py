@@ -3,8 +3,9 @@
     python benchmarks/preprocess.py [--rows 20000] [--documents 400] [--workers 1 2] [--tokenizer FOLDER] [--gsm8k train.jsonl]
     python benchmarks/preprocess.py --memory 16 64 256
 
-Two inputs: question and answer rows (GSM8K, or the test sample repeated with changed numbers) through
-AlpacaStyleInstructionHandler, and long documents of about 20 kB through GeneralPretrainHandler. The limit is
+Inputs: question and answer rows (GSM8K, or the test sample repeated with changed numbers) through
+AlpacaStyleInstructionHandler, long documents of about 20 kB through GeneralPretrainHandler, and with --tokenizer the rows as
+conversations through its chat template. The limit is
 `encode_batch_fast` on the very texts that preprocessing encodes, in batches of 512, ids read, by as many processes as
 preprocessing has workers; both sides begin with a fresh tokenizer, whose cache is empty. A CPU second is one of any process; a
 busy machine disturbs tokens per CPU second less than tokens per wall second, so the share is taken of the former. Imports are
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -37,6 +39,7 @@ from mindspeed_rl.data.indexed import open_indexed
 from mindspeed_rl.data.preprocess import _build_handler, _open_input, run
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import read_rows
+from mindspeed_rl.data.tokenizer import load_tokenizer
 
 SAMPLE = Path(__file__).parents[1] / "tests" / "data" / "gsm8k" / "sample.jsonl"
 BATCH = 512
@@ -73,6 +76,12 @@ def questions(count: int, source: Path) -> Iterator[dict[str, str]]:
         yield row if not again else {"question": f"({again}) {row['question']}", "answer": f"{row['answer']} ({again})"}
 
 
+def conversations(count: int, source: Path) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """The same questions and answers as conversations of two messages in ShareGPT's form."""
+    for row in questions(count, source):
+        yield {"conversations": [{"from": "human", "value": row["question"]}, {"from": "gpt", "value": row["answer"]}]}
+
+
 def documents(count: int, source: Path) -> Iterator[dict[str, str]]:
     """`count` texts of about 20 kB, sentences of the file in random order."""
     sentences = [sentence for row in questions(500, source) for text in row.values() for sentence in text.split("\n")]
@@ -81,7 +90,7 @@ def documents(count: int, source: Path) -> Iterator[dict[str, str]]:
         yield {"text": " ".join(generator.choices(sentences, k=20_000 // (sum(map(len, sentences)) // len(sentences))))}
 
 
-def write(path: Path, rows: Iterator[dict[str, str]]) -> Path:
+def write(path: Path, rows: Iterator[Any]) -> Path:
     """Write rows as JSONL."""
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -169,7 +178,14 @@ def speed(arguments: argparse.Namespace, folder: Path, tokenizer: str) -> None:
         "map_keys": {"prompt": "question", "query": "", "response": "answer"},
     }
     pretrain = {"input": str(write(folder / "text.jsonl", documents(arguments.documents, source)))}
-    for title, settings in (("question and answer rows", sft), ("long documents", pretrain)):
+    kinds = {"question and answer rows": sft, "long documents": pretrain}
+    if arguments.tokenizer and load_tokenizer(arguments.tokenizer).chat_template:
+        kinds["rows through the tokenizer's chat template"] = {
+            "input": str(write(folder / "turns.jsonl", conversations(arguments.rows, source))),
+            "handler_name": "SharegptStyleInstructionHandler",
+            "prompt_type": "hf",
+        }
+    for title, settings in kinds.items():
         base = PreprocessConfig(**common, **settings)
         print(f"\n{title}: {os.path.getsize(base.input) / 2**20:.0f} MiB\n")
         print("| | rows/s | tokens/s | tokens per CPU second | of the bare encoder |\n|---|---|---|---|---|")

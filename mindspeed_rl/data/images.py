@@ -18,7 +18,7 @@ import re
 import struct
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -710,10 +710,14 @@ def is_media(value: object) -> bool:
 
 def find_media(row: Mapping[str, object]) -> str:
     """Return where a row has images or videos, such as "column images" or "message parts"; empty for a row of text."""
-    for name in (*_COLUMNS, *VIDEO_COLUMNS):
-        if is_media(row.get(name)):
-            return f"column {name}"
+    if name := find_media_column(row):
+        return f"column {name}"
     return "message parts" if any(map(_has_part, row.values())) else ""
+
+
+def find_media_column(row: Mapping[str, object], but: Collection[str] = ()) -> str | None:
+    """Return the column of a row with images or videos, other than `but`, if it has one."""
+    return next((name for name in (*_COLUMNS, *VIDEO_COLUMNS) if name not in but and is_media(row.get(name))), None)
 
 
 def _has_part(value: object) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from mindspeed_rl.data import strict_json
@@ -51,6 +52,11 @@ class MessageForm:
     call_roles: tuple[str, ...] = ()
     noun: str = "message"
     keeps_entries: bool = False
+
+    @cached_property
+    def known_keys(self) -> frozenset[str]:
+        """Keys of a message that are read, or describe it."""
+        return _READ_KEYS | METADATA_KEYS | {self.role_key, self.content_key}
 
 
 OPENAI = MessageForm(
@@ -154,7 +160,7 @@ def _read_message(entry: Row, index: int, role: Role, form: MessageForm) -> Mess
     unread = tuple(
         str(key)
         for key, value in entry.items()
-        if key not in _READ_KEYS | METADATA_KEYS | {form.role_key, form.content_key} and value not in (None, "", [], {}, ())
+        if key not in form.known_keys and value not in (None, "", [], {}, ())
     )
     entries: tuple[JsonObject, ...] = ()
     if form.keeps_entries and entry[form.role_key] not in form.call_roles:

@@ -525,7 +525,7 @@ class HfTemplate:
         return terminator
 
     def _border(self, reply: Message, following: Message | None, tools: Sequence[JsonObject], thinking: Thinking) -> _Border:
-        key = (json.dumps(_skeleton(reply)), json.dumps(_skeleton(following) if following else None), bool(tools), thinking)
+        key = (_skeleton(reply), _skeleton(following) if following else "", bool(tools), thinking)
         if key not in self._borders:
             # rows with their own tools add new names to the keys without end
             if len(self._borders) > _MAX_BORDERS:
@@ -806,10 +806,13 @@ def _contains(content: str, text: str) -> bool:
     return content in text or any(json.dumps(content, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
 
 
-def _skeleton(message: Message) -> list[JsonObject]:
-    """Return what a template's text around a message may depend on, without its contents, thought and arguments."""
+def _skeleton(message: Message) -> str:
+    """Return, as text, what a template's text around a message may depend on: all but its contents, thought and arguments."""
+    first = next(iter(message.entries), {"role": "", "content": ""})
+    if not message.calls and first.keys() == {"role", "content"} and first["content"] is not None:
+        return f"{message.role}, given as {first['role']!r}"  # most messages; building the JSON below takes longer
     (entry, *_) = _build_hf_messages(Conversation([_replace_contents(message, "", arguments={})]))
-    return [{"role": message.role}, entry]
+    return json.dumps([{"role": message.role}, entry])
 
 
 def _replace_contents(message: Message, content: str, *, arguments: JsonObject | None = None) -> Message:

@@ -28,7 +28,7 @@ from mindspeed_rl.config.threads import VARIABLE as THREADS_VARIABLE
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.platform import environment, platform_class
 from mindspeed_rl.redaction import hide_in_text
-from mindspeed_rl.runtime.fork_server import build_worker_command, find_server_process
+from mindspeed_rl.runtime.fork_server import build_worker_command, end_copies, find_server_process
 from mindspeed_rl.scratch import scratch_folder
 
 #: processes of Ray without which a cluster cannot continue, by name
@@ -134,7 +134,8 @@ def connect_cluster(
         address, folder = os.environ.get("RAY_ADDRESS"), ""
         if not address:
             folder = stack.enter_context(_make_ray_folder(logs))
-            stack.enter_context(_make_temporary_folder())
+            temporary = stack.enter_context(_make_temporary_folder())
+            stack.callback(end_copies, temporary)
         # before the folders are removed
         stack.callback(ray.shutdown)
         stack.callback(_services.clear)
@@ -237,13 +238,17 @@ def _copy_log(source: str, target: str) -> None:
 
 
 @contextlib.contextmanager
-def _make_temporary_folder() -> Iterator[None]:
-    """Give processes that Ray starts in the block a temporary folder that is removed with it, also for a killed process."""
+def _make_temporary_folder() -> Iterator[str]:
+    """Give processes that Ray starts in the block a temporary folder that is removed with it, also for a killed process.
+
+    Yields:
+        The folder, which is their TMPDIR.
+    """
     # compiled kernels stay for later processes
     kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
     with scratch_folder("mindspeed-rl-") as folder:
         with _set_environment(TMPDIR=str(folder), TORCHINDUCTOR_CACHE_DIR=kernels):
-            yield
+            yield str(folder)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Ray runs this in place of Python where a fork server runs: `python -I fork_client.py SOCKET PATHS SCRIPT [ARGUMENT ...]`.
 
 PATHS is a file with the folders of `sys.path`. Requests a process that runs the script as this one would, and ends. Without an
-answer it runs the script itself. Imports only the standard library, and little of it: Ray starts one for each worker.
+answer it runs the script itself, unless the run has ended. Imports only the standard library, and little of it: Ray starts one
+for each worker.
 """
 
 import array
@@ -41,7 +42,9 @@ def main(path: str, paths: str, script: list[str]) -> None:
         text = f"the fork server does not answer within {_ANSWER_S} s: this process imports its libraries itself"
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        pass  # the server has ended
+        if not os.path.exists(paths):
+            return  # the run has ended, and its cluster with it
+        # only the server has
     os.execv(sys.executable, [sys.executable, *script])
 
 

@@ -18,12 +18,16 @@ import json
 import logging
 import os
 import shlex
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE
 from mindspeed_rl.config.threads import WAITING
@@ -149,6 +153,25 @@ class ForkServer:
                 _LOG.warning("the fork server cannot be used (%s); every worker imports its libraries itself", reason)
         return shlex.join([sys.executable, "-I", "-S", str(_CLIENT), str(path), str(paths)])
 
+    def end_copies(self, temporary_folder: str) -> None:
+        """End the copies whose TMPDIR this is; others have another run's."""
+        pid = self._find_pid()
+        with contextlib.suppress(psutil.Error):
+            for copy in [] if pid is None else psutil.Process(pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if copy.environ().get("TMPDIR") == temporary_folder:
+                        copy.kill()
+
+    def _find_pid(self) -> int | None:
+        if self._process is not None:
+            return self._process.pid
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(1.0)
+            client.connect(str(self._folder / _SOCKET))
+            pid: int = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
+            return pid
+        return None
+
     def close(self) -> None:
         """End the server, not the copies; a shared one continues."""
         if self._process is not None:
@@ -211,6 +234,15 @@ def find_server_process() -> int | None:
     """Return the pid of this process's own fork server; None without one, or where it is shared."""
     process = _servers[-1][0]._process if _servers else None
     return None if process is None else process.pid
+
+
+def end_copies(temporary_folder: str) -> None:
+    """End the copies with this TMPDIR, once the cluster for which they were made has ended.
+
+    One that was still starting then would try for a minute to reach it.
+    """
+    if _servers:
+        _servers[-1][0].end_copies(temporary_folder)
 
 
 def build_worker_command(timeout_s: float = 120.0) -> str | None:

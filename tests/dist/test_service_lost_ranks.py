@@ -37,10 +37,10 @@ class Server(ServerProcess):
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if "WorkerProcess" in " ".join(child.cmdline())]
 
-    def wait_for_end(self, limit_s: float) -> float:
+    def wait_for_end(self, ranks: list[psutil.Process], limit_s: float) -> float:
         """Return the seconds until the server has ended by itself, with none of its ranks left."""
         assert self.process is not None
-        ranks, start_s = self.find_ranks(), time.monotonic()
+        start_s = time.monotonic()
         assert len(ranks) == 2 and self.process.wait(patient(limit_s)) == 1, self.read_log()
         assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
         return time.monotonic() - start_s
@@ -133,8 +133,9 @@ def test_a_rank_that_dies_or_is_stopped_changes_no_bit_of_a_loop(
         while len(seen) < 10:
             assert not training.done() or training.result()
             time.sleep(0.02)
-        server.find_ranks()[-1].send_signal(number)
-        ended_s = server.wait_for_end(60)
+        ranks = server.find_ranks()
+        ranks[-1].send_signal(number)
+        ended_s = server.wait_for_end(ranks, 60)
         server.start()
         result = training.result(timeout=patient(240))
     print(f"{number.name}: the server ended after {ended_s:.1f} s")
@@ -147,8 +148,9 @@ def test_ranks_without_a_heartbeat_end_the_server_and_their_operation_is_done_af
     model = server.open_model()
     server.fetch(server.run_pass(model, 1, [5, 6, 7], [6, 7, 8])[1])
     server.fetch(server.step(model, 2))
+    ranks = server.find_ranks()
     hang = Hang(server, model, "state.safetensors")
-    ended_s = server.wait_for_end(150)
+    ended_s = server.wait_for_end(ranks, 150)
     hang.end_after_a_restart()
     print(f"without a heartbeat: the server ended after {ended_s:.1f} s")
     assert "has no heartbeat any more" in server.read_log()

@@ -23,7 +23,7 @@ from mindspeed_rl.data.conversation import (
     parse_tools,
 )
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
-from mindspeed_rl.data.images import ImageReader, StoredImage, StoredVideo, find_media
+from mindspeed_rl.data.images import ImageReader, StoredImage, StoredVideo, find_media, find_media_column
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_BYTES, IMAGE_SIZES
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import ArrowRow, RowSource, TaggedRow, drop_nulls
@@ -279,7 +279,7 @@ class Handler(ABC):
         """Check that a row has no images or videos where they would be left out.
 
         Raises:
-            MalformedRowError: it has, but the handler reads none, or the model is used without its tower.
+            MalformedRowError: it has, but the handler reads none, or the model has no tower or is used without it.
         """
         where = find_media(row) if self._refuses_images and isinstance(row, Mapping) else ""
         if where and self.settings.language_model_only:
@@ -289,6 +289,13 @@ class Handler(ABC):
             )
         if where:
             raise MalformedRowError(f"has images, which {type(self).__name__} does not read; {_IMAGE_READERS}")
+        # a conversation about what the model does not see; parts of messages are refused where they are read
+        is_unseen = self.settings.images is None and self.needs_template and isinstance(row, Mapping)
+        if is_unseen and (column := find_media_column(row, but=self.settings.dataset_additional_keys)):
+            raise MalformedRowError(
+                f"has images or videos (column {column}), which a model of text does not see; leave such rows out"
+                " (on_bad_row: skip), or the column"
+            )
 
     def read_system(self, row: Row, system: str | None = None) -> str | None:
         """Read the column of the system prompt; the value of the conversation's own system message where there is none.

@@ -117,3 +117,30 @@ def test_the_form_for_text_in_a_run_file_is_sound(folder: Path, capsys: pytest.C
     # also where the model and its limits are at hand
     assert actor.language_model_only and actor.image_folder is None
     assert ImageRules.read(folder, MediaLimits.from_keys(actor)) is None
+
+
+@pytest.mark.parametrize("row", [IMAGE, {**TEXT, "video": "clip.mp4"}])
+def test_a_model_of_text_is_given_no_row_about_an_image(tokenizer_folder: str, tmp_path: Path, row: dict) -> None:
+    text = Path(tokenizer_folder)
+    with pytest.raises(ValueError, match=r"row 2: has images or videos \(column \w+\), which a model of text does not see"):
+        prepare(text, tmp_path, TEXT, row, prompt_type="empty")
+    prepare(text, tmp_path, TEXT, row, prompt_type="empty", on_bad_row="skip")
+    prepare(text, tmp_path, TEXT, {**TEXT, "images": []}, prompt_type="empty")
+
+
+def test_documents_with_a_column_of_images_are_text_for_a_model_of_text(tokenizer_folder: str, tmp_path: Path) -> None:
+    row = {"text": "ab", "images": ["image.png"]}
+    prepare(Path(tokenizer_folder), tmp_path, row, handler="GeneralPretrainHandler")
+
+
+def test_a_column_of_images_that_prompts_keep_is_data(tokenizer_folder: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"prompt": "ab", "images": ["image.png"]})
+
+    def load(*names: str) -> int:
+        settings = PromptSettings(prompt_type="empty")
+        tokenizer = load_tokenizer(tokenizer_folder)
+        return len(open_prompts(path, tokenizer, max_prompt_length=64, dataset_additional_keys=names, settings=settings))
+
+    with pytest.raises(ValueError, match=r"row 1: has images or videos \(column images\), which a model of text"):
+        load()
+    assert load("images") == 1

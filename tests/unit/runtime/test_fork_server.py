@@ -16,7 +16,7 @@ import psutil
 import pytest
 from patience import patient
 
-from mindspeed_rl.runtime.fork_server import ForkServer, Libraries, build_worker_command, fork_server
+from mindspeed_rl.runtime.fork_server import ForkServer, Libraries, build_worker_command, end_copies, fork_server
 
 SCRIPT = """
 import json, os, random, resource, signal, sys, tempfile
@@ -111,6 +111,36 @@ def test_without_its_server_the_command_runs_the_script_itself(command: str, fol
         [*words.split(), f"{folder}/script.py", "4"], capture_output=True, text=True, check=False, timeout=patient(60)
     )
     assert told.returncode == 4 and not json.loads(told.stdout)["torch"]
+
+
+def test_copies_are_ended_by_their_temporary_folder(command: str, folder: Path, tmp_path: Path) -> None:
+    """As a worker that still looks for its cluster when the run ends."""
+    waits = folder / "waits.py"
+    waits.write_text("import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()} '); time.sleep(600)")
+
+    def start(name: str) -> psutil.Process:
+        words = [*command.split(), str(waits), str(tmp_path / name)]
+        subprocess.run(words, env={**PATH, "TMPDIR": str(tmp_path / f"{name}_files")}, check=True, timeout=patient(30))
+        end = time.monotonic() + patient(30)
+        while not (tmp_path / name).exists() or not (tmp_path / name).read_text().endswith(" "):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        return psutil.Process(int((tmp_path / name).read_text()))
+
+    first, second = start("first"), start("second")
+    end_copies(str(tmp_path / "first_files"))
+    assert not psutil.wait_procs([first], timeout=patient(10))[1] and second.is_running()
+    # as a command does whose server is another one's
+    ForkServer(Path(command.split()[-2]).parent, None).end_copies(str(tmp_path / "second_files"))
+    assert not psutil.wait_procs([second], timeout=patient(10))[1]
+    assert ask(command, folder)["torch"]
+
+
+def test_after_the_end_of_the_run_the_command_starts_nothing(command: str, folder: Path) -> None:
+    *words, paths = command.replace("/forks", "/nothing").split()
+    words += [f"{paths}.removed", f"{folder}/script.py", "4"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=patient(60))
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_commands_share_a_server_that_is_kept_and_keep_their_own_paths(
