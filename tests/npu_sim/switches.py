@@ -57,6 +57,8 @@ DEVICE_PARTS = (
     "rollout/arguments.py",
     "rollout/module_engine.py",
     "rollout/vllm_engine.py",
+    "run/divisions.py",
+    "run/placement.py",
     "runtime/cluster.py",
     "service/sampling.py",
     "service/tenants.py",
@@ -64,11 +66,14 @@ DEVICE_PARTS = (
     "trainers/evaluation.py",
     "trainers/old_policy.py",
     "trainers/reward_audit.py",
+    "trainers/rollout_modes.py",
     "workers/device_worker.py",
+    "workers/fleet.py",
     "workers/model_worker.py",
     "workers/responses.py",
     "workers/roles.py",
     "workers/rollout_replica.py",
+    "workers/server_rollout.py",
     "workers/trainer_worker.py",
     "workers/update_plan.py",
 )
@@ -98,6 +103,14 @@ ON_HOST = {
     "use_dp_batch_balance": "which rank has which row",
     "distillation": "terms of the loss and who computes its columns",
     "opponents": "which adapter of the engine a request names; several at a time are those of serve_config.num_models",
+    "elastic_rollout_high": "how many prompts are ready when engines end to generate",
+    "dynamic_sample": "which prompts train",
+    "filter_groups_enable": "which prompts train",
+    "partial_rollout": "which requests an engine has at a weight sync",
+    "over_sample_rate": "how many requests an engine has",
+    "spare_samples_per_prompt": "how many requests an engine has",
+    "keep_spare_samples": "which requests end early",
+    "blocking": "when a pass starts, not what it computes",
     "role_adapters": "rows of each pass, and which adapter they have; tests/npu_sim/test_newer_features.py runs them",
     "stop": "decoded text on the host",
     "load_checkpoint_loosely": "which tensors a checkpoint may lack",
@@ -266,7 +279,15 @@ def _constant(node: ast.AST) -> object:
         return None if not isinstance(node, ast.expr) else SET
 
 
-_OVERRIDE = re.compile(r"\+{0,2}(?:[a-z_]+\.)*([a-z_0-9]+)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"\+{0,2}((?:[a-z_]+\.)*)([a-z_0-9]+)=(.*)", re.DOTALL)
+
+
+def _read_override(text: str, value: object = None) -> Iterator[tuple[str, object]]:
+    """Yield (key, value) of an override, and the keys that are groups around it; nothing for another text."""
+    if match := _OVERRIDE.fullmatch(text):
+        groups, name, written = match.groups()
+        yield name, _read_value(written) if value is None else value
+        yield from ((group, SET) for group in groups.split(".")[1:-1])
 
 
 def _read_value(text: str) -> object:
@@ -287,13 +308,9 @@ def _written_pairs(node: ast.AST) -> Iterator[tuple[str, object]]:
         elif isinstance(item, ast.keyword) and item.arg is not None:
             yield item.arg, _constant(item.value)
         elif isinstance(item, ast.Constant) and isinstance(item.value, str):
-            match = _OVERRIDE.fullmatch(item.value.strip())
-            if match:
-                yield match[1], _read_value(match[2])
+            yield from _read_override(item.value.strip())
         elif isinstance(item, ast.JoinedStr) and item.values and isinstance(item.values[0], ast.Constant):
-            match = _OVERRIDE.fullmatch(str(item.values[0].value))
-            if match:
-                yield match[1], SET
+            yield from _read_override(str(item.values[0].value), SET)
 
 
 def _list_keys(tree: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
@@ -321,10 +338,10 @@ class _Module:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         return [target.id for target in targets for target in ast.walk(target) if isinstance(target, ast.Name)]
 
-    def imported(self) -> set[str]:
-        """Return the names that the module takes from others, wherever it imports them."""
+    def imported(self) -> dict[str, str]:
+        """Return the names that the module takes from others, wherever it imports them, with their names there."""
         imports = (node for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom))
-        return {alias.asname or alias.name for node in imports for alias in node.names}
+        return {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
 
     def reach(self, name: str, seen: set[str]) -> Iterator[ast.stmt]:
         """Yield a definition and those that it uses."""
@@ -352,7 +369,9 @@ def list_runs() -> dict[tuple[str, str], tuple[str, ...]]:
             seen: set[str] = set()
             nodes = list(module.reach(name, seen))
             # what the test takes from the tests on the CPU, the run file of its command with it
-            used = {item.id for node in nodes for item in ast.walk(node) if isinstance(item, ast.Name)} & module.imported()
+            imported = module.imported()
+            names = {item.id for node in nodes for item in ast.walk(node) if isinstance(item, ast.Name)}
+            used = {imported[item] for item in names & imported.keys()}
             nodes += [node for other in shared for part in sorted(used) for node in other.reach(part, set())]
             started = {item.value for node in nodes for item in ast.walk(node) if isinstance(item, ast.Constant)}
             nodes += [node for stem in sorted(programs.keys() & started) for node in programs[stem].reach("main", set())]
@@ -399,6 +418,15 @@ _VARIANTS: tuple[Tree, ...] = (
     {"actor_config": {"tensor_model_parallel_size": 1, "sequence_parallel": False}},
     {"rl_config": {"mini_batch_size": 8}, "actor_config": {"num_experts": 8, "num_layers": 4, "moe_router_topk": 2}},
     {"rl_config": {"use_integrated_worker": False, "rollout_resource": {"num_npus": 16}}},
+    {
+        "rl_config": {
+            "use_integrated_worker": False,
+            "actor_resource": {"num_npus": 4},
+            "rollout_resource": {"num_npus": 16},
+            "trainer_mode": "async",
+            "max_off_policy_threshold": 2,
+        }
+    },
     {"actor_config": {"fp32_lm_head": True}, "generate_config": {"fp32_lm_head": True}},
     {"actor_config": {"bf16": False}, "generate_config": {"dtype": "float32"}},
     {"generate_config": {"enforce_eager": False}},
@@ -434,13 +462,17 @@ def _sample_values(kind: Any) -> Iterator[object]:
                 yield from _sample_values(member)
 
 
-def _find_values(switch: Switch, kind: Any) -> list[object]:
+def _find_values(switch: Switch, kind: Any, default: object = None) -> list[object]:
     """Return values of a run file that are the switch."""
     if "=" in switch.value:
         inner, _, value = switch.value.partition("=")
-        return [{inner: item} for item in _find_values(dataclasses.replace(switch, value=value), list_keys(kind)[inner].kind)]
+        key = list_keys(kind)[inner]
+        found = _find_values(dataclasses.replace(switch, key=inner, value=value), key.kind, key.default)
+        return [{inner: item} for item in found]
     if switch.value == SET:
-        return [_GROUPS_OF_OTHERS[switch.key]] if switch.key in _GROUPS_OF_OTHERS else list(_sample_values(kind))
+        if switch.key in _GROUPS_OF_OTHERS:
+            return [_GROUPS_OF_OTHERS[switch.key]]
+        return [value for value in _sample_values(kind) if value != default]
     value = next(value for value in _choices(kind) if spell(value) == switch.value)
     return [[value] if typing.get_origin(_optional(kind)) is list else value]
 
@@ -469,7 +501,7 @@ def find_refusal(switch: Switch) -> str | None:
         return f"a setting of {key.needs[0]}, which is left off"
     refusal = None
     for variant in _VARIANTS:
-        for value in _find_values(switch, key.kind):
+        for value in _find_values(switch, key.kind, key.default):
             group: Tree = {switch.key: value}
             if key.needs and isinstance(key.needs[1], tuple):
                 group[key.needs[0]] = key.needs[1][0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import multiprocessing
 import os
 import sys
 import zlib
@@ -231,6 +232,7 @@ def main() -> None:
         saver = CheckpointSaver(engine, settings["save"])
         saver.save(settings["steps"], {})
         saver.finish()
+        result["processes"] = len(multiprocessing.active_children())
     if settings.get("stream"):
         dtype = torch.bfloat16 if config.bf16 else torch.float32
         got = dict(WeightStream(model).named_tensors())
