@@ -49,7 +49,7 @@ _QUANTIZED_MODELS = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
 #: those of them that vllm-ascend has quantized in a run on the simulated NPU
-_QUANTIZED_ON_NPU = ("qwen3_moe", "deepseek_v3")
+_QUANTIZED_ON_NPU = ("qwen3_moe", "deepseek_v3", "qwen3_vl")
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 #: tokens whose probabilities these kernels add up at once

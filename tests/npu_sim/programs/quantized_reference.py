@@ -79,10 +79,10 @@ def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype) ->
 
 
 class QuantizedSync:
-    """Weight syncs of engines of `tensor` ranks each, whose trainers have all weights on each rank."""
+    """Weight syncs of engines that have all weights on so many ranks together; each trainer has all by itself."""
 
-    def __init__(self, engine: Any, quantization: str, dtype: torch.dtype, tensor: int = 1) -> None:
-        self._engine, self._quantization, self._dtype, self._tensor = engine, quantization, dtype, tensor
+    def __init__(self, engine: Any, quantization: str, dtype: torch.dtype, ranks: int = 1) -> None:
+        self._engine, self._quantization, self._dtype, self._ranks = engine, quantization, dtype, ranks
         self._push: Any = None
         self._tensors: dict[str, Tensor] = {}
 
@@ -149,7 +149,7 @@ class QuantizedSync:
             stored = stored_dtypes(trained.quantized, trained.quantization)
             load: Callable[..., Any] = model.load_weights
             found = read_destinations(model, load, trained.shapes, self._dtype, skip=DERIVED, stored=stored)
-            replica = dist.get_rank() // self._tensor
+            replica = dist.get_rank() // self._ranks
             self._push = WeightPush(trained, found, Exchange.from_world(), derived=DERIVED, replica=replica, delta=True)
         self._push.write(model)
 

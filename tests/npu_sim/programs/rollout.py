@@ -148,7 +148,7 @@ def main() -> None:
         free, total = torch.npu.mem_get_info()
         return (total - free) >> 20
 
-    sync, proven = QuantizedSync(engine, str(config.quantization), torch_dtype, tp), []
+    sync, proven = QuantizedSync(engine, str(config.quantization), torch_dtype, tp * settings.get("sharing", 1)), []
 
     def push(version: int, scale: float = 1.0) -> None:
         from safetensors.torch import load_file

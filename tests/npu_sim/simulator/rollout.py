@@ -589,6 +589,7 @@ def _grouped_matmul_swiglu_quant_v2(
     """
     name = "npu_grouped_matmul_swiglu_quant_v2"
     known = {"dequant_mode": 2, "quant_mode": 2, "dequant_dtype": torch.float32, "quant_dtype": torch.float8_e4m3fn}
+    settings = {"dequant_dtype": torch.float32} | settings
     given = {key: _read_dtype(value) for key, value in settings.items() if value is not None and "scale_dtype" not in key}
     if {key: given.pop(key, None) for key in known} != known or any(given.values()) or x.dtype != torch.float8_e4m3fn:
         raise RuntimeError(f"{name}: this form is not simulated ({settings} of {x.dtype})")
