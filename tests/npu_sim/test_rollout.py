@@ -167,6 +167,40 @@ def test_int8_experts_have_the_log_probs_of_their_definition_after_every_sync() 
     assert calls["npu::npu_dynamic_quant"] == calls["npu::npu_quant_matmul"] + calls["npu::npu_moe_init_routing_custom"]
 
 
+BLOCKS = {"quantization": "mxfp8", "rounds": 1}
+
+
+@pytest.mark.slow
+def test_mxfp8_of_a_950_has_the_log_probs_of_its_definition_after_every_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", "Ascend950DT_9582")
+    (report,) = run_ranks("rollout", 1, BLOCKS | {"dtype": "float32"})
+    assert report["worst"] < 1e-3 and report["mean"] < 1e-4 and all(report["same_greedy"])
+    assert report["equal"] == [True] and report["other_weights_differ"]
+    assert len(set(report["proven"])) == 1 and report["damage"] == ["down_proj.weight", "down_proj.weight_scale"]
+    assert report["calls"]["npu::npu_quant_matmul"] == report["calls"]["npu::npu_dynamic_mx_quant"] > 0
+
+
+@pytest.mark.slow
+def test_an_a2_refuses_mxfp8_before_an_engine_is_built() -> None:
+    with pytest.raises(AssertionError, match=r"\(mxfp8\) is not available on this device .*A2 and A3 have no 8-bit"):
+        run_ranks("rollout", 1, BLOCKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "exchange"), [("Ascend910B3", "allgather"), ("Ascend910_9391", "MC2")])
+def test_int8_experts_on_two_devices_have_the_log_probs_of_their_definition(
+    device: str, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", device)
+    layout = {"sharing": 2, "prompts": [[0, 1, 2], [3]], "rounds": 1, "quantization": "int8"}
+    for report in run_ranks("rollout", 2, EXPERTS | layout):
+        assert report["worst"] < 1e-4 and all(report["same_greedy"])
+        assert report["equal"] == [True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
+        # tokens are sent in int8, and activated from whole numbers
+        assert (report["calls"].get("npu::npu_moe_distribute_dispatch_v2", 0) > 0) == (exchange == "MC2")
+        assert (report["calls"].get("npu::npu_dequant_swiglu_quant", 0) > 0) == (exchange == "MC2")
+
+
 LATENT = {"model": "deepseek3_latent", "dtype": "float32", "cast_prompts": False}
 
 

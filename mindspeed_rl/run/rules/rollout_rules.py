@@ -468,15 +468,15 @@ def _quantization(run: Run) -> Iterator[Broken]:
         return
     actor, drafts, is_npu = cfg.with_shape("actor_config"), generate.drafts or {}, cfg.platform == "npu"
     sizes = QUANTIZED_FORMATS[generate.quantization]
-    compiled = sizes.is_emulated and not generate.enforce_eager
+    compiled = sizes.is_emulated and not is_npu and not generate.enforce_eager
     for is_on, other, reason in (
         (cfg.platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
         (is_npu and sizes.absent_on_npu, None, f"on npu: {sizes.absent_on_npu}"),
         (compiled, "enforce_eager", "with enforce_eager (false): it is emulated by Python, which is not in compiled code"),
         (is_npu and generate.dtype == "float32", "dtype", "in float32 on npu: vllm-ascend has it for bfloat16"),
         (
-            not _is_dense(run) and actor.num_experts and generate.enable_expert_parallel,
-            *("enable_expert_parallel", "with enable_expert_parallel, where engines share experts: no run has proven it yet"),
+            not is_npu and not _is_dense(run) and actor.num_experts and generate.enable_expert_parallel,
+            *("enable_expert_parallel", "with enable_expert_parallel, where engines share experts: only npu has it"),
         ),
         (generate.lora_push == "adapter", "lora_push", "next to an adapter; merged works"),
         (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),

@@ -60,6 +60,9 @@ def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype) ->
         done = multiply(rows, layer.weight.data, quantization, dtype).to(output.dtype).view(output.shape)
         return done if layer.bias is None else done + layer.bias
 
+    # vllm-ascend's MXFP8 experts have results of 16 bits, in float16 where the engine is not in bfloat16
+    narrow = {"mxfp8": {torch.float32: torch.float16}}.get(quantization, {}).get(dtype, dtype)
+
     def experts(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x, ids, factors = (one.view(-1, one.shape[-1]) for one in inputs)
         total = torch.zeros(x.shape, dtype=torch.float64)
@@ -68,8 +71,8 @@ def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype) ->
                 row, up_down = x[token][None], (layer.gate_up_proj.data[expert], layer.down_proj.data[expert])
                 gate, up = multiply(row, up_down[0], quantization, dtype).float().chunk(2, dim=-1)
                 inner = torch.nn.functional.silu(gate) * up
-                total[token] += factor * multiply(inner, up_down[1], quantization, dtype)[0]
-        return total.to(output.dtype).view(output.shape)
+                total[token] += factor * multiply(inner, up_down[1], quantization, dtype)[0].to(narrow)
+        return total.to(narrow).to(output.dtype).view(output.shape)
 
     for name, module in reference.named_modules():
         if isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):

@@ -220,6 +220,8 @@ def main() -> None:
         result["same_alone"] = alone[0].token_ids == first[1][0]
     drifts = gaps(first, 1.0)
     result["worst"], result["mean"] = max(drifts), sum(drifts) / len(drifts)
+    sampled = [value for _, log_probs in first for value in log_probs]
+    result["mean_log_prob"] = sum(sampled) / max(len(sampled), 1)
     # vLLM applies min_p to no draft
     cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.0 if "drafts" in settings else 0.05))
     result["worst_cut"] = max(gaps([(completion.token_ids, completion.log_probs) for completion in cut], 0.7))
