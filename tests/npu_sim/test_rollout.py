@@ -181,7 +181,7 @@ def test_mxfp8_of_a_950_has_the_log_probs_of_its_definition_after_every_sync(mon
 
 
 @pytest.mark.slow
-def test_an_a2_refuses_mxfp8_before_an_engine_is_built() -> None:
+def test_mxfp8_is_refused_by_an_a2_before_its_engine_is_built() -> None:
     with pytest.raises(AssertionError, match=r"\(mxfp8\) is not available on this device .*A2 and A3 have no 8-bit"):
         run_ranks("rollout", 1, BLOCKS)
 

@@ -36,7 +36,7 @@ def test_the_engine_of_the_npu_computes_with_images_and_videos_as_transformers_d
 
 
 @pytest.mark.slow
-def test_an_engine_in_int8_has_the_language_model_in_it_and_the_tower_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_of_the_npu_in_int8_has_the_tower_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_SIM_MEMORY_GIB", "8")
     (report,) = run_ranks("vision_rollout", 1, {"model": "qwen3", "quantization": "int8"})
     # the tower's rounding may move an element over an edge of int8
