@@ -18,9 +18,15 @@ E4M3 = [i / 8 * 2.0**-6 for i in range(8)] + [i / 8 * 2.0**e for e in range(-6, 
 def quantize_float32() -> None:
     """Engines with quantized matrices may be in float32, which vllm-ascend refuses because its operators take nothing wider.
 
-    The simulated ones do, and in bfloat16 nothing can be compared more closely than to two digits.
+    The simulated ones do, and in bfloat16 nothing can be compared more closely than to two digits. Experts in MXFP8 have results
+    in float32 then, in place of float16.
     """
+    from vllm_ascend.device.device_op import A5DeviceAdaptor
     from vllm_ascend.quantization.modelslim_config import AscendModelSlimConfig
+
+    build = A5DeviceAdaptor.get_quant_gmm2_kwargs
+    wide = {"output_dtype": torch.float32}
+    A5DeviceAdaptor.get_quant_gmm2_kwargs = staticmethod(lambda **settings: build(**settings) | wide)
 
     AscendModelSlimConfig.get_supported_act_dtypes = classmethod(lambda cls: [torch.bfloat16, torch.float32])
 
@@ -60,9 +66,6 @@ def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype) ->
         done = multiply(rows, layer.weight.data, quantization, dtype).to(output.dtype).view(output.shape)
         return done if layer.bias is None else done + layer.bias
 
-    # vllm-ascend's MXFP8 experts have results of 16 bits, in float16 where the engine is not in bfloat16
-    narrow = {"mxfp8": {torch.float32: torch.float16}}.get(quantization, {}).get(dtype, dtype)
-
     def experts(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x, ids, factors = (one.view(-1, one.shape[-1]) for one in inputs)
         total = torch.zeros(x.shape, dtype=torch.float64)
@@ -71,8 +74,8 @@ def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype) ->
                 row, up_down = x[token][None], (layer.gate_up_proj.data[expert], layer.down_proj.data[expert])
                 gate, up = multiply(row, up_down[0], quantization, dtype).float().chunk(2, dim=-1)
                 inner = torch.nn.functional.silu(gate) * up
-                total[token] += factor * multiply(inner, up_down[1], quantization, dtype)[0].to(narrow)
-        return total.to(narrow).to(output.dtype).view(output.shape)
+                total[token] += factor * multiply(inner, up_down[1], quantization, dtype)[0]
+        return total.to(output.dtype).view(output.shape)
 
     for name, module in reference.named_modules():
         if isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
@@ -153,7 +156,7 @@ class QuantizedSync:
             load: Callable[..., Any] = model.load_weights
             found = read_destinations(model, load, trained.shapes, self._dtype, skip=DERIVED, stored=stored)
             replica = dist.get_rank() // self._ranks
-            self._push = WeightPush(trained, found, Exchange.from_world(), derived=DERIVED, replica=replica, delta=True)
+            self._push = WeightPush(trained, found, Exchange.from_world(), derived=DERIVED, replica=replica)
         self._push.write(model)
 
 
