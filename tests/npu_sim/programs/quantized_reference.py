@@ -18,15 +18,9 @@ E4M3 = [i / 8 * 2.0**-6 for i in range(8)] + [i / 8 * 2.0**e for e in range(-6, 
 def quantize_float32() -> None:
     """Engines with quantized matrices may be in float32, which vllm-ascend refuses because its operators take nothing wider.
 
-    The simulated ones do, and in bfloat16 nothing can be compared more closely than to two digits. Experts in MXFP8 have
-    results in float32 then, in place of float16.
+    The simulated ones do, and in bfloat16 nothing can be compared more closely than to two digits.
     """
-    from vllm_ascend.device.device_op import A5DeviceAdaptor
     from vllm_ascend.quantization.modelslim_config import AscendModelSlimConfig
-
-    build = A5DeviceAdaptor.get_quant_gmm2_kwargs
-    wide = {"output_dtype": torch.float32}
-    A5DeviceAdaptor.get_quant_gmm2_kwargs = staticmethod(lambda **settings: build(**settings) | wide)
 
     AscendModelSlimConfig.get_supported_act_dtypes = classmethod(lambda cls: [torch.bfloat16, torch.float32])
 
