@@ -36,7 +36,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
-from mindspeed_rl.run.rules.training_engine_rules import check_model_form, computes_by_module
+from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
@@ -467,7 +467,7 @@ def _decide_losses(
             derived[f"{name}_config.fp32_lm_head"] = Derivation(
                 is_cheap, f"the cost of a float32 head is not measured on {platform}" if cost is None else source
             )
-        if computes_by_module(config) and not plan.architecture.packs:
+        if config.computes_by_module and not plan.architecture.packs:
             source = (
                 f"rows are padded, and each has its own prompt: transformers' module of {plan.architecture.name} takes no "
                 "packed ones"

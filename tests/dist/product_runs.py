@@ -130,6 +130,7 @@ INGREDIENTS = [
         "the same reference, to within a step of bfloat16 of each moment",
         needs=("fsdp",),
     ),
+    Ingredient("host_gradients", _train(offload_gradients=True), _SAME, needs=("fsdp",)),
     Ingredient("other_critic", {"critic_config": {"engine": "megatron"}}, _SAME, needs=("fsdp", "critic")),
     Ingredient("recompute", _train(**RECOMPUTE), _SAME),
     Ingredient("moe_recompute", _train(**MOE_RECOMPUTE), _SAME, needs=("experts|latent",)),
