@@ -350,7 +350,7 @@ _TABLE: dict[str, Option] = {
     "balance_data": to(f"{RL}.use_dp_batch_balance"),
     "sglang_mem_fraction_static": to(f"{ENGINE}.gpu_memory_utilization"),
     "sglang_max_running_requests": to(f"{ENGINE}.max_num_seqs"),
-    "sglang_quantization": by(set_rollout_format, "quantization, int8 under SGLang's name w8a8_int8"),
+    "sglang_quantization": by(set_rollout_format, "quantization: w8a8_int8 or mxfp8"),
     "sglang_kv_cache_dtype": to(f"{ENGINE}.kv_cache_dtype", values={name: name for name in ("auto", "fp8_e4m3", "fp8_e5m2")}),
     # evaluation and logs
     "eval_interval": to(f"{ACTOR}.eval_interval"),
