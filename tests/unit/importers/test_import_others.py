@@ -196,6 +196,29 @@ def test_slime_s_quantized_engine_and_fp8_cache_are_keys_here(name: str, ours: s
     assert (keys["quantization"], keys["kv_cache_dtype"]) == (ours, "fp8_e4m3")
 
 
+@pytest.mark.parametrize(
+    ("folder", "method", "ours", "accept"),
+    [
+        ("/m/Qwen3-8B-FP8", None, None, "rollouts in fp8, which --hf-checkpoint has"),
+        ("own", "mxfp8", "mxfp8", ""),
+        ("own", "compressed-tensors", None, "rollouts in compressed-tensors"),
+        ("own", "", None, ""),
+    ],
+)
+def test_the_folder_of_slime_decides_the_format_of_its_rollouts(
+    folder: str, method: str | None, ours: str | None, accept: str, tmp_path: Path
+) -> None:
+    if method is not None:
+        folder = str(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}} if method else {}))
+    command = f"{SLIME}--num-rollout 10 --global-batch-size 256 ".replace("--hf-checkpoint m ", f"--hf-checkpoint {folder} ")
+    if accept:
+        fail("slime", command, f"weights would be float32 here, but is {accept}.*; --accept weights")
+    settings = ["weights"] if accept else ["importance_sampling"] if ours else []
+    engine = take("slime", command, *settings).tree["generate_config"]
+    assert (engine.get("quantization"), engine.get("enforce_eager")) == (ours, True if ours else None)
+
+
 def test_slime_trains_prediction_layers_apart_from_the_model() -> None:
     names = [f"mtp_{name}" for name in ("num_layers", "loss_scaling_factor", "detach_heads")]
     command = SLIME + "--num-rollout 10 --global-batch-size 256 --mtp-num-layers 1 "
