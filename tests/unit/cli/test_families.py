@@ -34,6 +34,7 @@ VISION = {"qwen2_5_vl": "qwen2.5", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_m
 SIZES = {
     "hidden_size": 256, "intermediate_size": 384, "head_dim": 32, "max_position_embeddings": 4096, "v_head_dim": 64,
     "linear_key_head_dim": 64, "linear_value_head_dim": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64,
+    "index_head_dim": 128,
 }  # fmt: skip
 #: kind of a task -> more words of `new`
 KINDS: dict[str, Callable[[str], list[str]]] = {
@@ -107,7 +108,7 @@ def test_all_commands_take_the_folder_of_a_model(
         return output.out
 
     sizes = "--npus 2 --prompt 512 --response 512 --prompts 8 --samples 4 --top 1".split()
-    assert "on 2 x A3" in call("plan", "fit", "--model", model, *sizes)
+    assert "on 2 x A3" in call("plan", "fit", "--model", model, *sizes), failed
     for kind, words in KINDS.items():
         monkeypatch.chdir(tmp_path)
         call("new", kind, "--kind", kind, "--model", model, *words(model))
