@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 
 pytestmark = pytest.mark.slow
 FAMILIES = list(tiny_modules.CONFIGS)
@@ -153,15 +154,17 @@ def test_tensors_are_found_under_the_names_of_published_folders(
 @pytest.mark.parametrize(
     ("name", "keys", "words"),
     [
-        ("deepseek_v4", {"bf16": True}, r"bf16: true .* deepseek_v4 keeps \d+ in float32"),
+        ("deepseek_v4", {"bf16": True}, "bf16: true .* deepseek_v4 keeps some in float32, such as .*; set bf16: false"),
         ("phi3", {"bf16": False, "seq_length": 65}, r"seq_length: 65 is above the 64 tokens"),
     ],
 )
 def test_what_would_change_precision_silently_is_refused(
     folders: Callable[[str], str], name: str, keys: dict[str, Any], words: str
 ) -> None:
+    config = MegatronConfig(engine="fsdp", **keys)
     with pytest.raises(ValueError, match=words):
-        plan_model(MegatronConfig(engine="fsdp", **keys), folders(name))
+        plan = plan_model(config, folders(name))
+        check_model_form(config, plan.architecture, plan.model_config)
 
 
 def test_a_class_that_scales_its_logits_is_refused(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
