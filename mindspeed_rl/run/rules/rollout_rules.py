@@ -456,7 +456,10 @@ def _unlike_drafts(run: Run, is_model: bool) -> Iterator[Broken]:
         text = f"{key} cannot be combined with a draft model ({_DRAFTS}.model)"
         yield violate("speculative_config", text, _OFF, keys={key: "..."})
     if metadata is not None and metadata.shape.linear_heads:
-        text = "cannot be used with this model: its gated delta nets round drafts otherwise, and responses would change"
+        text = (
+            "cannot be used with this model: for drafts vLLM has other kernels of its gated delta nets (convolution and "
+            "recurrence), which round otherwise, and responses would change"
+        )
         yield violate("speculative_config", f"{_DRAFTS} {text}", _OFF, keys=_OFF)
 
 
