@@ -21,6 +21,8 @@ from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
 
 #: exponent of the largest power of two in E4M3, largest number in it, and the bias of E8M0, in which 255 is NaN
 _E4M3_EXPONENT, _E4M3_MAX, _E8M0_BIAS, _E8M0_NAN = 8, 448.0, 127, 255
+#: bits of a float32 below its exponent
+_EXPONENT_BIT = 23
 
 #: largest integer of int8 activations, whatever the integers of the weights are
 _TOKEN_MAX = 127
@@ -102,25 +104,32 @@ class _MicroscalingFp8:
 
     def make_scales(self, maxima: Tensor, dtype: torch.dtype) -> Tensor:
         del dtype  # the format has its own
-        _, exponents = torch.frexp(maxima)  # of a number in [1/2, 1)
-        stored = (exponents - 1 - _E4M3_EXPONENT + _E8M0_BIAS).clamp_(0, 2 * _E8M0_BIAS)
+        # the exponent of a float32 has the bias of E8M0; numbers without one are below the smallest scale
+        stored = ((maxima.view(torch.int32) >> _EXPONENT_BIT) - _E4M3_EXPONENT).clamp_(0, 2 * _E8M0_BIAS)
         stored = torch.where(maxima > 0, stored, 0)
         return torch.where(maxima.isfinite(), stored, _E8M0_NAN).to(torch.uint8)
 
     def encode(self, values: Tensor, scales: Tensor) -> Tensor:
         # multiplied by powers of two, exactly
-        scaled = torch.ldexp(_divide_columns(values, scales).float(), (_E8M0_BIAS - scales.int())[..., None])
+        scaled = _divide_columns(values, scales).float() * _make_powers(2 * _E8M0_BIAS - scales.int())[..., None]
         return scaled.clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).view(values.shape)
 
     def decode(self, elements: Tensor, scales: Tensor) -> Tensor:
         values = _divide_columns(elements.view(torch.float8_e4m3fn).float(), scales)
-        factors = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - _E8M0_BIAS)
-        factors = torch.where(scales == _E8M0_NAN, torch.nan, factors)
+        factors = torch.where(scales == _E8M0_NAN, torch.nan, _make_powers(scales.int()))
         return (values * factors[..., None]).view(elements.shape)
 
     def quantize_tokens(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         scales = self.make_scales(block_maxima(x, QUANTIZED_FORMATS["mxfp8"].block), x.dtype)
         return self.decode(self.encode(x, scales), scales), None
+
+
+def _make_powers(stored: Tensor) -> Tensor:
+    """Return 2^(stored - 127) in float32, for numbers up to 254; NPUs have no `ldexp`.
+
+    The smallest one has no exponent, but its first bit below that; a number below 0 stands for a scale that is NaN.
+    """
+    return torch.where(stored > 0, stored << _EXPONENT_BIT, 1 << (_EXPONENT_BIT - 1)).to(torch.int32).view(torch.float32)
 
 
 def _divide_columns(matrix: Tensor, scales: Tensor) -> Tensor:

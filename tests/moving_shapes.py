@@ -1,4 +1,4 @@
-"""A tiny task of videos: the direction in which a square moves, which no single frame shows."""
+"""A tiny task of videos: the direction in which a square moves; opposite ones have the same frames in reverse order."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 import tiny_vision
 from scripts import load_script
 
-SIDE, SQUARE, FRAMES = 56, 14, 4
+SIDE, SQUARE, STEP, FRAMES = 56, 16, 12, 4
 DIRECTIONS = {"l": (-1, 0), "r": (1, 0), "u": (0, -1), "d": (0, 1)}
 OPPOSITES = {"l": "r", "r": "l", "u": "d", "d": "u"}
 
 
 def write_video(path: Path, draw: random.Random) -> str:
-    """Write a video of a square that moves by 8 pixels a frame, and return the letter of its direction."""
+    """Write a video of a square that moves by 12 pixels per frame, and return the letter of its direction."""
     letter = draw.choice(list(DIRECTIONS))
-    step, room = DIRECTIONS[letter], SIDE - SQUARE - 8 * (FRAMES - 1)
-    start = [draw.randint(0, room if axis else SIDE - SQUARE) + (8 * (FRAMES - 1) if axis < 0 else 0) for axis in step]
+    step, room = DIRECTIONS[letter], SIDE - SQUARE - STEP * (FRAMES - 1)
+    start = [draw.randint(0, room if axis else SIDE - SQUARE) + (STEP * (FRAMES - 1) if axis < 0 else 0) for axis in step]
     colour = [draw.randint(140, 255) for _ in range(3)]
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 2.0, (SIDE, SIDE))
     for index in range(FRAMES):
         frame = np.zeros((SIDE, SIDE, 3), np.uint8)
-        x, y = (begin + 8 * index * axis for begin, axis in zip(start, step))
+        x, y = (begin + STEP * index * axis for begin, axis in zip(start, step))
         frame[y : y + SQUARE, x : x + SQUARE] = colour
         writer.write(frame)
     writer.release()

@@ -26,6 +26,7 @@ FITTING = {
     "plain_moe": ["Qwen3-30B-A3B", "Qwen3-30B-A3B-Instruct-2507"],
     "qwen25_vl_7b": ["Qwen2.5-VL-7B-Instruct"],
     "qwen3_vl_8b": ["Qwen3-VL-8B-Instruct"],
+    "qwen35_4b": ["Qwen3.5-4B"],
     "qwen35_9b": ["Qwen3.5-9B"],
     "qwen35_27b": ["Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B"],
     "qwen35_35b_a3b": ["Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 #: ends of the names of parameters that vLLM computes from other ones: no checkpoint has them
-DERIVED = (".W_UV", ".W_UK_T", ".weight_offset")
+DERIVED = (".W_UV", ".W_UK_T", ".weight_offset", ".w13_weight_offset", ".w2_weight_offset")
 #: vLLM's switch of forms that are compiled in threads
 _COMPILES_LATER = "_use_async_grammar_compilation"
 #: pattern of the names of layers that keep `dtype` in a quantized engine, as of `models.quantized_names`
@@ -92,19 +92,19 @@ class EngineHooks:
         """Return extra keyword arguments of `LLM(...)` for a run's rollout keys."""
         return {}
 
-    def quantization_config(self, quantization: str, num_layers: int) -> dict[str, Any]:
+    def quantization_config(self, quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
         """Return vLLM's description of a model with quantized matrices, as a published model has it in its config.json.
 
         Scales of weights are loaded, scales of a token are computed with each product.
 
         Args:
             quantization: `generate_config.quantization`.
-            num_layers: layers of the model.
+            names: HF names of the weights -> True for those that are quantized.
 
         Raises:
             ValueError: this engine does not have the format.
         """
-        del num_layers
+        del names
         if quantization != "int8":
             raise ValueError(f"generate_config.quantization ({quantization}) is not available in this engine; int8 is")
         form = {"num_bits": 8, "type": "int", "symmetric": True}

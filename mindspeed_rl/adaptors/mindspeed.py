@@ -215,7 +215,7 @@ def settings(config: MegatronConfig) -> dict[str, Any]:
     for name in ("num_attention_heads", "num_layers", "seq_length", "num_experts"):
         if getattr(config, name) is not None:
             keys[name] = getattr(config, name)
-    if config.engine == "megatron":  # others swap by themselves
+    if not config.computes_by_module:  # other engines swap by themselves
         keys |= {name: getattr(config, name) for name in _PASSED_KEYS if getattr(config, name) not in (None, False)}
     for name, reason in LEFT_OFF_FEATURES.items():
         if getattr(config, name):
@@ -233,7 +233,7 @@ def check(config: MegatronConfig) -> None:
                 f"context_parallel_size: {heads} attention heads cannot be split over {size} context x "
                 f"{config.tensor_model_parallel_size} tensor parallel ranks; use context_parallel_algo: megatron_cp_algo."
             )
-    if config.engine != "megatron":
+    if config.computes_by_module:
         return
     for name, other, value, reason in NEEDED_BY_MINDSPEED:
         if getattr(config, name) and getattr(config, other) != value:

@@ -8,7 +8,7 @@
 | sleep level 2 | `release` | what a weight sync replaces is not copied to the host; see `vllm_ascend_sleep` |
 | expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
 | placeholder of flash_attn | `patch_libraries` | MindSpeed leaves one that has a spec; vLLM's rotary embedding then imports parts of it |
-| int8 layout | `before_load`, `after_load` | the same for int8 matrices, whose scales become vectors, with a copy in float32 |
+| quantized layout | `before_load`, `after_load`, `patch_libraries` | see `vllm_ascend_quantized` |
 | noise | `patch_libraries` | see `vllm_ascend_sampling` |
 | experts by a map | `patch_libraries` | see `vllm_ascend_experts` |
 | head of drafts | `patch_libraries` | vllm-ascend gives prediction layers the policy's head only where both have equal bits, which dummy weights do not; no weight sync fills a head of their own |
@@ -32,14 +32,13 @@ import importlib.metadata
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.adaptors import vllm_ascend_experts, vllm_ascend_sampling
+from mindspeed_rl.adaptors import vllm_ascend_experts, vllm_ascend_quantized, vllm_ascend_sampling
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_attention
 from mindspeed_rl.adaptors.vllm_ascend_sleep import KeptMemory
 from mindspeed_rl.config import GenerateConfig
@@ -207,21 +206,16 @@ def _keep_inner_columns(layers: Any) -> None:
 
 
 def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of experts in these two layouts, which those in MXFP8 do not have, by name."""
     for name, module in model.named_modules():
-        if all(weight in module._parameters for weight in _EXPERT_WEIGHTS):
+        weights = [module._parameters.get(weight) for weight in _EXPERT_WEIGHTS]
+        if all(weight is not None and weight.dtype not in vllm_ascend_quantized.BLOCK_TYPES for weight in weights):
             yield name, module
 
 
 def _is_checkpoint_layout(parameter: Tensor) -> bool:
     """Return True for a tensor of experts in the checkpoint's layout, which is a view of the kernels'."""
     return not parameter.is_contiguous()
-
-
-def _int8_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if "weight_scale" in module._parameters and weight is not None and weight.dtype == torch.int8:
-            yield name, module
 
 
 class VllmAscendHooks(EngineHooks):
@@ -245,6 +239,7 @@ class VllmAscendHooks(EngineHooks):
         module.find_spec = _find_real_spec
         vllm_ascend_sampling.apply()
         vllm_ascend_experts.look_up_places()
+        vllm_ascend_quantized.keep_plain_format()
         _keep_inner_columns(importlib.import_module("vllm.lora.layers.column_parallel_linear"))
         proposers, name = _row_for(_DRAFT_PROPOSERS, self._release or _installed_release())
         _share_heads_of_drafts(getattr(importlib.import_module(proposers), name))
@@ -253,24 +248,15 @@ class VllmAscendHooks(EngineHooks):
         check_allocator(dict(os.environ))
         own = _build_additional_config(config, self._release or _installed_release())
         additional = dict(config.additional_config or {}) | own
+        if config.quantization is not None:
+            additional |= vllm_ascend_quantized.FUSION
         if config.expert_map_path is not None:
             read_expert_map(Path(config.expert_map_path))
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}
         return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
 
-    def quantization_config(self, quantization: str, num_layers: int) -> dict[str, Any]:
-        """Return the content of `quant_model_description.json`, which ModelSlim writes next to quantized weights.
-
-        It is passed as a part of config.json, from which vllm-ascend takes it without a file. A name that a model does not have
-        is ignored; one that is missing is an error of vllm-ascend.
-        """
-        if quantization != "int8":
-            return super().quantization_config(quantization, num_layers)
-        modules = [f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "qkv")]
-        modules += [f"mlp.{name}_proj" for name in ("gate", "up", "down", "gate_up")]
-        names = [f"model.layers.{layer}.{module}.weight" for layer in range(num_layers) for module in modules]
-        kept = dict.fromkeys(("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"), "FLOAT")
-        return {"quant_method": "ascend", **dict.fromkeys(names, "W8A8_DYNAMIC"), **kept}
+    def quantization_config(self, quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
+        return vllm_ascend_quantized.describe_model(quantization, names)
 
     def before_load(self, model: nn.Module) -> None:
         """Put expert parameters into the checkpoint's layout, each with the loader that vLLM looks for."""
@@ -281,10 +267,8 @@ class VllmAscendHooks(EngineHooks):
                     parameter = nn.Parameter(parameter.data.transpose(1, 2), requires_grad=False)
                     module.register_parameter(weight, parameter)
                 parameter.weight_loader = module.weight_loader
-        for _, module in _int8_modules(model):
-            # views: the memory is the pool's that sleeps
-            if module.weight_scale.dim() == 1:
-                module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, None]
+        # views: the memory is the pool's that sleeps
+        vllm_ascend_quantized.before_load(model)
 
     def after_load(self, model: nn.Module) -> None:
         """Put experts into the kernels' layout and computes latent attention's matrices from the new weights.
@@ -300,13 +284,7 @@ class VllmAscendHooks(EngineHooks):
                         "expert weights out differently from 0.18 and 0.23."
                     )
                 module.register_parameter(weight, nn.Parameter(data, requires_grad=False))
-        for name, module in _int8_modules(model):
-            module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, 0]
-            if not module.weight.data.is_contiguous():
-                raise RuntimeError(f"weight push: {name}.weight was not a view of the kernel's layout in this vllm-ascend.")
-            module.weight_scale_fp32.copy_(module.weight_scale.data)
-            # the quantization is symmetric; a new engine has dummy values here
-            module.weight_offset.data.zero_()
+        vllm_ascend_quantized.after_load(model)
         refresh_latent_attention(model)
 
     def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -316,11 +294,7 @@ class VllmAscendHooks(EngineHooks):
             for weight in _EXPERT_WEIGHTS
             if not _is_checkpoint_layout(module._parameters[weight])
         }
-        for name, module in _int8_modules(model):
-            if module.weight_scale.dim() > 1:
-                continue
-            unpacks |= {f"{name}.weight": Tensor.t, f"{name}.weight_scale": lambda scales: scales[:, None]}
-        return unpacks
+        return unpacks | dict(vllm_ascend_quantized.list_unpacks(model))
 
     def release(self, llm: LLM, replaced: Sequence[Tensor] = ()) -> None:
         if self._awaits_experts(llm):

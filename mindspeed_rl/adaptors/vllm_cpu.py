@@ -21,7 +21,7 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,11 +232,11 @@ class VllmCpuHooks(EngineHooks):
         # which a CPU generator cannot do ("CPU Generator does not use offset").
         return {"enable_chunked_prefill": False}
 
-    def quantization_config(self, quantization: str, num_layers: int) -> dict[str, Any]:
+    def quantization_config(self, quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
         if QUANTIZED_FORMATS[quantization].is_emulated:
             method = vllm_cpu_block_formats.METHOD
             return {"quant_method": method, "format": quantization, "ignore": UNQUANTIZED_LAYERS}
-        return super().quantization_config(quantization, num_layers)
+        return super().quantization_config(quantization, names)
 
     def before_build(self, run_id: str) -> None:
         if torch.distributed.is_initialized():

@@ -13,7 +13,8 @@ from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 
 _FP8 = (
     "vLLM's CPU build computes fp8 products only on processors with AMX, and vllm-ascend on devices after A2 and A3; set "
-    "int8, which both have (vllm-ascend names it ascend), mxfp8, which the CPU emulates, or null for the format of dtype"
+    "int8, which both have (vllm-ascend names it ascend), mxfp8, which the CPU emulates and an Ascend 950 has, or null for the "
+    "format of dtype"
 )
 #: key -> value that is not available -> the reason, and what is
 _NOT_AVAILABLE = {

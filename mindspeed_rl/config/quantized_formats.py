@@ -19,6 +19,7 @@ class QuantizedFormat:
         scale_bytes: bytes of a scale; None: as many as the engine's `dtype` has.
         is_emulated: the CPU has no kernel, and computes the products in float32 from dequantized copies.
         absent_on_npu: reason why NPUs do not have it; "" where they do.
+        npu_devices: NPUs that have it; "" where all do. Others refuse it when an engine is built.
     """
 
     weights: str
@@ -28,6 +29,7 @@ class QuantizedFormat:
     scale_bytes: int | None
     is_emulated: bool
     absent_on_npu: str = ""
+    npu_devices: str = ""
 
     @property
     def elements_per_byte(self) -> int:
@@ -54,15 +56,14 @@ QUANTIZED_FORMATS: dict[str, QuantizedFormat] = {
         "E4M3, a power of two per 32 elements of a token",
         *(8, 32, 1),
         is_emulated=True,
-        absent_on_npu="its operators exist from Ascend 950 on only (A2 and A3 have no 8-bit floats), and no run with "
-        "vllm-ascend on a 950 has proven its layout yet; A2 and A3 have int8",
+        npu_devices="an Ascend 950",
     ),
     "w4a8": QuantizedFormat(
         "int4, a scale per 32 elements of a row",
         "int8, a scale per token",
         *(4, 32, None),
         is_emulated=True,
-        absent_on_npu="vllm-ascend's W4A8_DYNAMIC multiplies int4 weights by 16-bit activations in linear layers, and "
-        "repacks all int4 weights at load in a layout that no weight sync can write; int8 works",
+        absent_on_npu="vllm-ascend's W4A8_DYNAMIC is another number format: its linear layers multiply int4 weights by 16-bit "
+        "activations, and its experts have scales in float16; int8 works",
     ),
 }

@@ -7,7 +7,7 @@ optimizer of their own. Everything is in float32 on one rank, so that a differen
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,44 +27,31 @@ from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.platform.environment import STORE_VARIABLE
-from mindspeed_rl.run.rules.training_engine_rules import check_model_form
+from mindspeed_rl.run.rules.training_engine_rules import check_model_form, list_common_values
 from mindspeed_rl.scratch import scratch_folder
 from mindspeed_rl.workers.engines import PassSettings, build_engine
 
-#: keys of the comparison, whatever the run file has: one rank, float32, all weights
+#: a step that shows wrong weights, and in which rounding stays small: its largest elements move by a part of the rate, and
+#: an update is smooth in the gradient, whose norm is at most that of `clip_grad`
+_LR, _EPS_OF_CLIP = 0.1, 0.1
+#: keys of the comparison, whatever the run file has, besides those that an engine limits: one rank, float32, all weights
 _KEYS: dict[str, Any] = {
-    **dict.fromkeys(
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size".split(), 1
-    ),
-    **dict.fromkeys(
-        "expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage num_layer_list noop_layers lora_target_modules "
-        "recompute_granularity recompute_method recompute_num_layers recompute_modules lr_warmup_fraction lr_decay_iters "
-        "padded_vocab_size".split()
-    ),
-    **dict.fromkeys(
-        "sequence_parallel use_distributed_optimizer overlap_grad_reduce overlap_param_gather bf16 swap_optimizer "
-        "reuse_fp32_param async_save recompute_activation_function swap_attention".split(),
-        False,
-    ),
-    "mtp_num_layers": 0,
+    "context_parallel_size": 1,
+    **dict.fromkeys("fsdp_size lora_target_modules lr_warmup_fraction lr_decay_iters padded_vocab_size".split()),
+    **dict.fromkeys("sequence_parallel use_distributed_optimizer overlap_grad_reduce overlap_param_gather bf16".split(), False),
+    **dict.fromkeys("swap_optimizer dynamic_context_parallel".split(), False),
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": 0.0,
     "moe_router_bias_update_rate": 0.0,
-    "check_weight_copies_interval": 0,
     "optimizer_offload_fraction": 0.0,
     "lr_warmup_iters": 0,
     "lr_decay_style": "constant",
     "train_iters": 1,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
     "optimizer": "adam",
 }
-#: elements whose gradient is rounding would move by the whole learning rate with a smaller one
-_ADAM_EPS = 1e-5
-#: gradients of a tensor below this part of the largest of all are compared with that part: some are 0 but for rounding
+#: tensors below this part of the largest gradient of all, or of the rate, are compared with that part: some gradients are 0
+#: but for rounding
 _FLOOR = 1e-3
-#: rate where the run file has none
-_LR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -136,7 +123,7 @@ def compare_engines(cfg: RunConfig, engines: Sequence[EngineName], num_rows: int
         raise ValueError(
             f"load: {source.weights} is a checkpoint; --engines compares from a Hugging Face folder, such as its hf/latest."
         )
-    config = replace(actor, **_KEYS, lr=actor.lr or _LR, adam_eps=max(actor.adam_eps, _ADAM_EPS))
+    config = _build_config(actor, engines)
     plan = plan_model(config, source.hf_folder)
     for name in engines:
         check_model_form(replace(config, engine=name), plan.architecture, plan.model_config)
@@ -151,6 +138,16 @@ def compare_engines(cfg: RunConfig, engines: Sequence[EngineName], num_rows: int
         (difference for other in results[1:] for difference in compare_results(results[0], other)),
         key=lambda difference: -difference.value,
     )
+
+
+def _build_config(actor: MegatronConfig, engines: Iterable[EngineName]) -> MegatronConfig:
+    """Return the keys of the comparison: those of the actor, but for what is not a part of it."""
+    clip = actor.clip_grad or 1.0
+    step: dict[str, Any] = {"lr": _LR, "min_lr": 0.0, "clip_grad": clip, "adam_eps": _EPS_OF_CLIP * clip}
+    if actor.lr:  # tower and projector keep their part of the rate
+        rates = {name: getattr(actor, name) for name in ("vit_lr", "aligner_lr")}
+        step |= {name: rate * _LR / actor.lr for name, rate in rates.items() if rate is not None}
+    return replace(actor, **list_common_values(engines) | _KEYS | step)
 
 
 def make_rows(count: int, longest: int, vocab_size: int, *, seed: int) -> Rows:
@@ -213,7 +210,7 @@ def compare_results(first: EngineResult, other: EngineResult) -> list[Difference
     for name in sorted(first.gradients.keys() | other.gradients.keys()):
         differences.append(Difference("gradient", _compare(name, first.gradients, other.gradients, floor), name))
     for name in sorted(first.weights.keys() | other.weights.keys()):
-        differences.append(Difference("first update", _compare(name, first.weights, other.weights, 0.0), name))
+        differences.append(Difference("first update", _compare(name, first.weights, other.weights, _FLOOR * _LR), name))
     return differences
 
 

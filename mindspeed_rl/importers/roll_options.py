@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from mindspeed_rl.importers.options import Option, no_effect, part, refused, same, to, with_others
+from mindspeed_rl.importers.options import Option, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, ADVANTAGE, BATCH, CLIP, ENGINE, KL, LORA, RL, WARMUP
-from mindspeed_rl.importers.translators import interval
+from mindspeed_rl.importers.translators import interval, set_rollout_format
 
 #: roles of rollouts, of DPO and of SFT
 TRAIN, INFER, CRITIC, SFT = "actor_train.", "actor_infer.", "critic.", "sft_train."
@@ -193,6 +193,8 @@ _ROLLOUT: dict[str, Option] = {
     f"{INFER}strategy_args.strategy_config.max_model_len": to(f"{ENGINE}.max_model_len"),
     f"{INFER}strategy_args.strategy_config.enforce_eager": to(f"{ENGINE}.enforce_eager"),
     f"{INFER}strategy_args.strategy_config.max_num_batched_tokens": to(f"{ENGINE}.max_num_batched_tokens"),
+    f"{INFER}strategy_args.strategy_config.quantization": by(set_rollout_format, "quantization: int8, ascend or mxfp8"),
+    f"{INFER}strategy_args.strategy_config.kv_cache_dtype": to(f"{ENGINE}.kv_cache_dtype"),
 }  # fmt: skip
 _OF_ROLLOUTS = no_effect("only rollouts read it")
 
@@ -263,6 +265,7 @@ GROUPS: dict[str, tuple[tuple[str, Option], ...]] = {
         (r"tag_to_template\..+", refused("a chat template for each domain")),
         (r"critic\..+", no_effect("there is no critic, or it shares the actor's layout")),
         (r"(train_infer_correction|dataset_filter|student_train|student_infer)(\..+)?", refused("a feature of ROLL")),
+        (r"actor_infer\.strategy_args\.strategy_config\.hf_overrides(\..+)?", refused("another config.json for the engine")),
         (r"actor_infer\..+", _MEMORY),
     ),
     "dpo": _COMMON_GROUPS,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.megatron_options import build_megatron_table, describe_megatron, read_layout
 from mindspeed_rl.importers.options import (
     Option,
@@ -56,6 +59,8 @@ from mindspeed_rl.run.rules.violation import format_value
 
 _SCRIPTS = ("train.py", "train_async.py")
 _LR = 1e-6
+#: name of a Hugging Face folder whose weights are quantized, in the words of their publishers
+_QUANTIZED_FOLDER = re.compile(r"(?i)[-_](mxfp8|fp8|int4|nvfp4|mxfp4|w4a16)([-_]hf)?$")
 #: rm_type -> reward function here
 _REWARDS = {name: f"slime_{name}" for name in ("deepscaler", "math", "dapo", "f1", "boxed_f1")}
 #: reward function here -> what it says
@@ -350,7 +355,7 @@ _TABLE: dict[str, Option] = {
     "balance_data": to(f"{RL}.use_dp_batch_balance"),
     "sglang_mem_fraction_static": to(f"{ENGINE}.gpu_memory_utilization"),
     "sglang_max_running_requests": to(f"{ENGINE}.max_num_seqs"),
-    "sglang_quantization": by(set_rollout_format, "quantization, int8 under SGLang's name w8a8_int8"),
+    "sglang_quantization": by(set_rollout_format, "quantization: w8a8_int8 or mxfp8"),
     "sglang_kv_cache_dtype": to(f"{ENGINE}.kv_cache_dtype", values={name: name for name in ("auto", "fp8_e4m3", "fp8_e5m2")}),
     # evaluation and logs
     "eval_interval": to(f"{ACTOR}.eval_interval"),
@@ -497,6 +502,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             (f"{ACTOR}.use_distributed_optimizer", True, "slime always spreads optimizer state"),
             (f"{RL}.use_remove_padding", True, "slime packs sequences without padding"),
             *_list_balancing(command, folder),
+            *_list_rollout_format(command),
         ),
     )
     shared = describe_megatron(run, command, shared, learning_rate=_LR)
@@ -519,7 +525,31 @@ def _name_formats(run: Import, command: SourceCommand) -> str | None:
     form = command.text("fp8_format")
     kept = ", weights too" if command.flag("fp8_param_gather") else ""
     run.note_given("fp8_format fp8_param_gather", "see weights of the plan" if form else "off", changes_nothing=False)
-    return f"products in fp8 ({form}{kept})" if form else None
+    rollout = _find_rollout_format(command)
+    formats = [f"products in fp8 ({form}{kept})"] if form else []
+    formats += [f"rollouts in {rollout}, which --hf-checkpoint has"] if rollout not in ("", "mxfp8") else []
+    return " and ".join(formats) or None
+
+
+def _find_rollout_format(command: SourceCommand) -> str:
+    """Return the format of a Hugging Face folder that is quantized, to which slime quantizes at each sync; "" for others."""
+    folder = Path(command.text("hf_checkpoint")).expanduser()
+    if command.text("loss_type") == "sft_loss":
+        return ""
+    if (folder / "config.json").is_file():
+        with contextlib.suppress(ValueError):  # explain names a file that is broken
+            found = read_json(folder / "config.json").get("quantization_config")
+            return str(found.get("quant_method", "")) if isinstance(found, Mapping) else ""
+    named = _QUANTIZED_FOLDER.search(folder.name)
+    return named[1].lower() if named else ""
+
+
+def _list_rollout_format(command: SourceCommand) -> tuple[tuple[str, object, str], ...]:
+    """Return the keys of a rollout engine in MXFP8."""
+    if _find_rollout_format(command) != "mxfp8":
+        return ()
+    reason = "the format of --hf-checkpoint, to which slime quantizes the weights at each sync"
+    return (f"{ENGINE}.quantization", "mxfp8", reason), (f"{ENGINE}.enforce_eager", True, "compiled code cannot emulate mxfp8")
 
 
 def _find_weights(command: SourceCommand) -> str:

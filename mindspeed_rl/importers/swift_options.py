@@ -396,7 +396,7 @@ _REFUSED: dict[str, Option] = {
         "fp8_format fp8_param_gather fp4_format fp4_param_gather quant_method quant_bits bnb_4bit_compute_dtype",
         with_others("formats of the plan's weights"),
     ),
-    "vllm_quantization": by(set_rollout_format, "quantization, int8 or ascend"),
+    "vllm_quantization": by(set_rollout_format, "quantization: int8, ascend or mxfp8"),
     "use_dora": with_others("the plan's adapter_form", off="off"),
     "use_galore": with_others("the plan's optimizer_state", off="off"),
     **each("use_rslora use_swift_lora lorap_lr_ratio", refused("this form of adapters")),

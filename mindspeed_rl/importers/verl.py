@@ -57,14 +57,13 @@ from mindspeed_rl.importers.translators import (
     describe_preprocessing,
     find_module,
     offload_optimizer,
-    set_rollout_format,
     take_template_words,
 )
 from mindspeed_rl.importers.verl_earlier import PLAIN, PROMPT, RESPONSE, TRAINER, name_differences, rename_options
 from mindspeed_rl.importers.verl_earlier import TABLE as EARLIER_TABLE
 from mindspeed_rl.importers.verl_files import Composition, References, is_key
 from mindspeed_rl.importers.verl_losses import AGGREGATIONS, OF_COVARIANCE, RELEASE, Kl, Loss, is_reinforce
-from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
+from mindspeed_rl.importers.verl_options import ROLLOUT_FORMAT, TABLES, TRACED, TRANSFORMER, list_words
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
@@ -193,7 +192,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         r"gpu_memory_utilization|enable_prefix_caching|dtype|kv_cache_dtype)",
         by(lambda run, option, value: _set_engine(run, option, value, f"{ENGINE}."), "the key of that name"),
     ),
-    (r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.quantization", by(set_rollout_format, "quantization, int8 or ascend")),
+    (r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.quantization", ROLLOUT_FORMAT),
     (r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.async_scheduling", no_effect("the engine schedules by itself")),
     (
         r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.((?:compilation|additional|speculative)_config\.[\w.]+)",

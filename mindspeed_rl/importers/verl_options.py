@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 
 from mindspeed_rl.importers.options import Option, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import (
@@ -30,6 +31,7 @@ from mindspeed_rl.importers.recipe import (
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.translators import (
     TRACKERS,
+    check_quantized_layers,
     interval,
     note_remote_code,
     note_trackers,
@@ -54,6 +56,10 @@ _MUON = {
 }
 _OTHER_ENGINE = no_effect("read by another engine of verl, or a choice of its kernels")
 _PROFILED = no_effect("read by another profiling tool, or by no run of ours: see profiler_config")
+#: verl quantizes the matrices of an engine in "ascend" by npu_dynamic_mx_quant at each sync, which is MXFP8
+ROLLOUT_FORMAT = by(
+    partial(set_rollout_format, formats={"ascend": "mxfp8", "mxfp8": "mxfp8", "int8": "int8"}), "quantization: ascend is mxfp8"
+)
 _QUANTIZED = refused("quantization-aware training", unless=("w4a16", 16, "static_minmax"))
 _BY_SWITCH = no_effect("read only with a feature that is refused where it is switched on")
 _HF = no_effect("the platform chooses the kernels")
@@ -492,8 +498,8 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ("logprobs_mode", same("log-probs are of the distribution divided by the temperature", "processed_logprobs")),
     ("calculate_log_probs", no_effect("the rollout's log-probs are always there, and compared with the trainer's")),
     ("over_sample_rate", refused("prompts that are sampled and thrown away")),
-    ("quantization", by(set_rollout_format, "quantization, int8 or ascend")),
-    ("quantization_config_file", refused("a rollout engine that is quantized from a file")),
+    ("quantization", ROLLOUT_FORMAT),
+    ("quantization_config_file", by(partial(check_quantized_layers, matrices="W8A8_MXFP8"), "the matrices of ascend")),
     ("qat", _BY_SWITCH),
     ("mtp", no_effect("the model decides it")),
     ("disaggregation.enabled", refused("separate devices for prompts and tokens")),

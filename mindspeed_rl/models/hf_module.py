@@ -148,6 +148,45 @@ def build_module(hf_config: PretrainedConfig, **settings: str) -> PreTrainedMode
     return model
 
 
+def get_decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a causal language model before the head, which some classes do not name as their base."""
+    decoder = model.get_decoder()
+    return cast(nn.Module, model.model) if decoder is model else decoder
+
+
+def list_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the decoder layers of a model by their names: the longest of the lists of modules that are in no other list.
+
+    Raises:
+        ValueError: it has none.
+    """
+    decoder = get_decoder(model)
+    lists = {name: module for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if not outer:
+        raise ValueError(f"{type(model).__name__} has no list of decoder layers, by which the engine shards.")
+    longest = list(lists[max(outer, key=lambda name: len(lists[name]))])
+    names = {id(module): name for name, module in model.named_modules()}
+    return {names[id(layer)]: layer for layer in longest}
+
+
+def find_obstacle(model: PreTrainedModel) -> str:
+    """Return why `engine: fsdp` cannot train a class of transformers; empty where a model without weights shows no reason."""
+    name = type(model).__name__
+    if model.get_decoder() is model and not hasattr(model, "model"):
+        return f"{name} does not name the part before its head"
+    if model.config.is_encoder_decoder:
+        return f"{name} is the decoder of a pair, which reads what an encoder has computed"
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(model.get_input_embeddings(), nn.Embedding):
+        return f"{name} has no embedding of tokens, or no linear head"
+    if head.bias is not None:
+        return f"{name} has a bias in its head, which this engine does not compute"
+    if any(getattr(module, "is_causal", None) is False for module in get_decoder(model).modules()):
+        return f"{name} attends to later tokens with this config.json"
+    return ""
+
+
 def build_image_module(hf_config: PretrainedConfig, **settings: str) -> PreTrainedModel:
     """Build a model of images and text in float32, on the device of the context; see `build_module`."""
     drop_dropout(hf_config)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 #: model types whose attention computes packed rows: positions and the bounds of sequences are all that it asks for
 _PACKED = ("gpt_neox", "phi3")
-_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 #: name of the key that allows these families
 _ENGINE = "engine: fsdp"
 
@@ -32,14 +31,14 @@ class ModuleArchitecture(Architecture):
     """A family by its module in transformers; see `Architecture`.
 
     Args:
-        tensors: name and shape of each tensor of a checkpoint, in forward order.
+        tensors: name, shape and decoder layer of each tensor of a checkpoint, in forward order.
         buffers: those that are buffers, which do not train.
         longest: longest row whose tokens have the probabilities that they have in shorter ones; None for any length.
         recomputes: its class can compute the activations of a layer again in the backward pass.
         embedding, head: names of the embedding, and of the head where it is a tensor of its own.
     """
 
-    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    tensors: tuple[tuple[str, tuple[int, ...], int | None], ...] = ()
     buffers: frozenset[str] = frozenset()
     longest: int | None = None
     recomputes: bool = True
@@ -52,15 +51,13 @@ class ModuleArchitecture(Architecture):
     def weight_ops(self, model_config: ModelConfig, experts: ExpertPacking | None = None) -> list[WeightOp]:
         """Return every tensor of the model; experts are separate where checkpoints have them so."""
         ops = []
-        for name, shape in self.tensors:
+        for name, shape, index in self.tensors:
             if name == self.embedding:
                 ops.append(WeightOp("embedding.word_embeddings.weight", (name,), (shape,), section="pre"))
             elif name == self.head:
                 if model_config.head == "lm":
                     ops.append(WeightOp("output_layer.weight", (name,), (shape,), section="post"))
             else:
-                layer = _LAYER.search(name)
-                index = None if layer is None else int(layer[1])
                 section = "post" if index is None else "layer"
                 ops.append(WeightOp(name, (name,), (shape,), section=section, layer=index, buffer=name in self.buffers))
         if model_config.head == "reward":
@@ -139,11 +136,23 @@ def read_module_family(
     from transformers.core_model_loading import revert_weight_conversion
 
     # imports transformers' models, which a plan of a known family does without
-    from mindspeed_rl.models.hf_module import CheckpointNames, TensorPlace, build_module, find_place, list_kept, read_hf_config
+    from mindspeed_rl.models.hf_module import (
+        CheckpointNames,
+        TensorPlace,
+        build_module,
+        find_obstacle,
+        find_place,
+        list_kept,
+        list_layers,
+        read_hf_config,
+    )
 
     config = read_hf_config(hf_folder, _ENGINE, trusts_code=trusts_code)
     with torch.device("meta"):
         model = build_module(config)
+    if obstacle := find_obstacle(model):
+        raise ValueError(f"engine: fsdp does not train {config.model_type}: {obstacle}.")
+    layers = {f"{name}.": index for index, name in enumerate(list_layers(model))}
     parameters, state = dict(model.named_parameters()), model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
     values, names = {**parameters, **buffers}, CheckpointNames(model, buffers=True)
@@ -170,7 +179,7 @@ def read_module_family(
         read_model_config=_refuse_config,
         read_layer_ops=_refuse_layers,
         packs=config.model_type in _PACKED,
-        tensors=tuple((name, found[name][1]) for name in ordered),
+        tensors=tuple((name, found[name][1], _find_layer(found[name][0].parameter, layers)) for name in ordered),
         buffers=frozenset(name for name, (place, _) in found.items() if place.parameter in buffers),
         kept_in_float32=next(iter(list_kept(model)), ""),
         longest=_read_longest(config),
@@ -178,7 +187,13 @@ def read_module_family(
         embedding=stored_as[embedding],
         head=None if head == embedding else stored_as[head],
     )
-    return architecture, _read_shape(config, architecture, dict(architecture.tensors))
+    sizes = {name: shape for name, shape, _ in architecture.tensors}
+    return architecture, _read_shape(config, architecture, sizes, len(layers))
+
+
+def _find_layer(parameter: str, layers: Mapping[str, int]) -> int | None:
+    """Return the decoder layer of a parameter; None where it is in none."""
+    return next((index for prefix, index in layers.items() if parameter.startswith(prefix)), None)
 
 
 _NO_TABLE = "a model that only transformers computes has no table of layers: engine: fsdp trains it"
@@ -192,15 +207,17 @@ def _refuse_layers(model_config: ModelConfig, layer: int, packing: ExpertPacking
     raise ValueError(_NO_TABLE)
 
 
-def _read_shape(config: PretrainedConfig, architecture: ModuleArchitecture, tensors: dict[str, tuple[int, ...]]) -> ModelConfig:
+def _read_shape(
+    config: PretrainedConfig, architecture: ModuleArchitecture, tensors: Mapping[str, tuple[int, ...]], num_layers: int
+) -> ModelConfig:
     """Return the sizes of a config that all families share."""
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 1)  # none in state-space models
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     vocab, hidden = tensors[architecture.embedding]
+    width = int(getattr(config, "head_dim", None) or hidden // heads)
     return ModelConfig(
         architecture=architecture.name,
-        num_layers=int(config.num_hidden_layers),
+        num_layers=num_layers,
         hidden_size=hidden,
         ffn_hidden_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
         num_attention_heads=heads,

@@ -299,7 +299,7 @@ def read_model(
                 raise
         return *_OTHER_FAMILIES[engine](Path(hf_folder), hf_config, trusts_code=trusts_code), hf_config
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise error if str(error).startswith(str(path)) else ValueError(f"{path}: {error}") from error
 
 
 def _check_prediction(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from mindspeed_rl.models.architecture import Architecture, ExpertNames
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig
@@ -21,6 +23,8 @@ _TOWER: HfConfig = {
     "out_hidden_size": 3584,
     "patch_size": 16,
 }
+#: hidden size of Qwen3.5's dense language models -> the tower that is published with it, where it is another
+_SMALL_TOWERS: dict[int, HfConfig] = {2560: {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096}}
 _DEEPSTACK: HfConfig = {**_TOWER, "deepstack_visual_indexes": [8, 16, 24]}
 _IDS: HfConfig = {"image_token_id": 151655, "video_token_id": 151656}
 _HYBRID_IDS: HfConfig = {"image_token_id": 248056, "video_token_id": 248057}
@@ -54,6 +58,7 @@ def _build_family(
     tower: HfConfig = _DEEPSTACK,
     ids: HfConfig = _IDS,
     sections: tuple[int, int, int] = (24, 20, 20),
+    towers: Mapping[int, HfConfig] = MappingProxyType({}),
 ) -> Architecture:
     def read_model_config(hf_config: HfConfig) -> ModelConfig:
         # weights of the chosen experts always sum to 1 in models that see images
@@ -61,7 +66,8 @@ def _build_family(
         return replace(read_vision({**ids, **hf_config}, common, tower, sections, interleaved=True), architecture=name)
 
     def add_published_tower(common: ModelConfig) -> ModelConfig:
-        config: HfConfig = {**ids, "vision_config": {"out_hidden_size": common.hidden_size}}
+        own = towers.get(common.hidden_size, {})
+        config: HfConfig = {**ids, "vision_config": {**own, "out_hidden_size": common.hidden_size}}
         return replace(read_vision(config, common, tower, sections, interleaved=True), architecture=name)
 
     return add_vision(text, name, hf_class, upstream_names, read_model_config, _list_tower_shapes, add_published_tower)
@@ -73,7 +79,16 @@ QWEN3_VL_MOE = replace(
     expert_names=ExpertNames(may_be_transposed=True),
 )
 QWEN3_5_VL = replace(
-    _build_family(QWEN3_5, "qwen3_5_vl", "Qwen3_5ForConditionalGeneration", ("qwen3.5-vl",), _TOWER, _HYBRID_IDS, (11, 11, 10)),
+    _build_family(
+        QWEN3_5,
+        "qwen3_5_vl",
+        "Qwen3_5ForConditionalGeneration",
+        ("qwen3.5-vl",),
+        _TOWER,
+        _HYBRID_IDS,
+        (11, 11, 10),
+        _SMALL_TOWERS,
+    ),
     model_types=("qwen3_5",),
 )
 QWEN3_5_MOE_VL = replace(

@@ -16,7 +16,6 @@ from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
-from mindspeed_rl.run.rules.training_engine_rules import computes_by_module
 from mindspeed_rl.run.rules.validation import is_valid, unavailable
 
 _MAX_SHOWN = 5
@@ -186,7 +185,7 @@ def _candidates_for_time(cfg: RunConfig) -> Iterator[_Candidate]:
         yield {"actor_config.micro_batch_size": 1}, "smaller micro-batches"
     if actor.bf16 and actor.grad_reduce_in_fp32:
         yield {"actor_config.grad_reduce_in_fp32": False}, "gradients are rounded to bf16"
-    if cfg.platform != "cpu" and computes_by_module(actor) and not actor.offload_gradients:
+    if cfg.platform != "cpu" and actor.computes_by_module and not actor.offload_gradients:
         yield {"actor_config.offload_gradients": True}, "each layer's gradients are copied to host memory in every micro-batch"
     if cfg.platform != "cpu" and not (actor.swap_optimizer or actor.optimizer_offload_fraction):
         yield {"actor_config.swap_optimizer": True}, "the optimizer's state comes from host memory in every step"

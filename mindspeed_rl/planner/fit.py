@@ -48,10 +48,30 @@ _ROUNDING_SAVERS: tuple[dict[str, object], ...] = (
     {"actor_config.optimizer_offload_fraction": 0.5, **_HALF_GRADIENTS},
     {"actor_config.optimizer_offload_fraction": 1.0, **_HALF_GRADIENTS},
 )
-#: training engine -> both
-_ENGINE_SAVERS: dict[EngineName, tuple[tuple[dict[str, object], ...], tuple[dict[str, object], ...]]] = {
-    "megatron": (_SAVERS, _ROUNDING_SAVERS),
-    "fsdp": (({"actor_config.swap_optimizer": True}, *_SAVERS[1:]), ()),
+_HOST_GRADIENTS: dict[str, object] = {"actor_config.offload_gradients": True}
+#: the same of an engine of shards, whose gradients may be in host memory too
+_SHARD_SAVERS: tuple[dict[str, object], ...] = ({"actor_config.swap_optimizer": True}, *_SAVERS[1:])
+
+
+@dataclass(frozen=True)
+class _EngineSavers:
+    """What saves memory with a training engine, as entries of which a layout gets one; the last one leaves the fewest bytes.
+
+    Attributes:
+        exact: without rounding.
+        rounding: tried where these are not enough.
+        streams: a reference can stay in host memory, from where its layers come in each of its passes.
+    """
+
+    exact: tuple[dict[str, object], ...]
+    rounding: tuple[dict[str, object], ...] = ()
+    streams: bool = False
+
+
+#: training engine -> what saves memory with it
+_ENGINE_SAVERS: dict[EngineName, _EngineSavers] = {
+    "megatron": _EngineSavers(_SAVERS, _ROUNDING_SAVERS, streams=True),
+    "fsdp": _EngineSavers((*_SHARD_SAVERS, _HOST_GRADIENTS, *(saver | _HOST_GRADIENTS for saver in _SHARD_SAVERS))),
 }
 _STREAMED: dict[str, object] = {"actor_config.stream_ref_weights": True}
 #: parts of the training state that may stay on the device while the engine generates, the most first
@@ -69,7 +89,7 @@ _SEARCHED = frozenset(
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "expert_tensor_parallel_size sequence_parallel num_layer_list num_layers_per_virtual_pipeline_stage "
     "recompute_granularity recompute_method recompute_num_layers recompute_modules swap_optimizer swap_optimizer_times "
-    "optimizer_offload_fraction stream_ref_weights micro_batch_size".split()
+    "optimizer_offload_fraction offload_gradients stream_ref_weights micro_batch_size".split()
 )
 #: roles that have the actor's layout where they are on its devices
 _FOLLOWING = ("critic", "ref", "reward", "teacher")
@@ -220,7 +240,7 @@ def build_grpo_tree(request: FitRequest) -> dict[str, Any]:
         "megatron_training": {
             "stage": "ray_grpo",
             **named,
-            **({} if request.engine == "megatron" else {"engine": request.engine}),
+            "engine": request.engine,
             "global_batch_size": request.prompts,
             "train_iters": 100,
             "bf16": True,
@@ -505,8 +525,9 @@ class _Search:
         ranked: list[_Ranked] = []
         request, fits, sizes = self._request, MemoryPlan.VERDICTS[0], self._space.micro_batches
         offloads = tree.get("generate_config") or {"offload_train_param": True}
-        streams = not offloads.get("offload_train_param") and request.engine == "megatron"
-        savers, rounding = _ENGINE_SAVERS[request.engine]
+        known = _ENGINE_SAVERS[request.engine]
+        savers, rounding = known.exact, known.rounding
+        streams = known.streams and not offloads.get("offload_train_param")
         for base, layers, pp in _list_splits(request, npus, self._device):
             stages: tuple[Iterable[_Values], ...] = (
                 _vary_memory(base, layers, pp, sizes),

@@ -325,7 +325,7 @@ def _list_changes(run: Run) -> Iterator[dict[str, object]]:
     for factor in (2.0, 0.5, 4.0, 0.25):
         if count and count * factor == int(count * factor):
             yield {key: int(count * factor)}
-    if actor.engine == "megatron":
+    if not actor.computes_by_module:
         for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
             size = getattr(actor, f"{name}_parallel_size")
             for changed in (2 * size, size // 2):
@@ -336,6 +336,8 @@ def _list_changes(run: Run) -> Iterator[dict[str, object]]:
         yield {f"actor_config.{name}": None for name in nothing}
     if actor.swap_optimizer:
         yield {"actor_config.swap_optimizer": False}
+    if actor.offload_gradients:
+        yield {"actor_config.offload_gradients": False}
     for fraction in (0.0, 0.5):
         if fraction < actor.optimizer_offload_fraction:
             yield {"actor_config.optimizer_offload_fraction": fraction}

@@ -39,7 +39,6 @@ from mindspeed_rl.planner.step_costs import count_kernels
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import rows_per_replica
 from mindspeed_rl.run.phases import Phases
-from mindspeed_rl.run.rules.training_engine_rules import computes_by_module
 
 _POINTS = 48
 #: layers with adapters that are several products in the engine
@@ -460,9 +459,10 @@ class _Passes:
             splits = gathers or model.holding.is_sharded
             sent = (model.full_gradients(stage) + (model.weights(stage) if gathers else 0) for stage in model.elements)
             gradients = (1 if splits else 2) * max(sent) / self._bytes_per_second(model.devices)
-        # gradients on the host are reduced, and copied there, in every micro-batch
+        # gradients on the host are reduced, and copied there, in every micro-batch; those of the device's moments come back
         times = run.micro_batches if model.config.offload_gradients else 1
-        copied = times * max(map(model.host_gradients, model.elements)) / (run.device.host * self._efficiency.host)
+        back = 1 - model.config.optimizer_offload_fraction
+        copied = (times + back) * max(map(model.host_gradients, model.elements)) / (run.device.host * self._efficiency.host)
         parts = {"gradients": count * (times * gradients + copied)}
         if model.config.swap_optimizer:
             state = max(model.state(elements) for elements in model.elements)
@@ -477,9 +477,11 @@ class _Passes:
         run, model = self._run, self._model
         share = model.config.optimizer_offload_fraction
         state = max(model.offloaded(elements) for elements in model.elements)
-        # the gradients and weights of the numbers whose states are on this rank
-        ranks = model.dp if model.config.use_distributed_optimizer else 1
-        moved = max(model.gradients(elements) + model.weights(elements) for elements in model.elements) * share / ranks
+        # the gradients and weights of the numbers whose states are on this rank; an engine of shards has no others
+        ranks = model.dp if model.config.use_distributed_optimizer and not model.holding.is_sharded else 1
+        arrives = not model.config.offload_gradients  # gradients that are not on the host yet
+        sizes = (arrives * model.gradients(elements) + model.weights(elements) for elements in model.elements)
+        moved = max(sizes) * share / ranks
         seconds = [state / self._efficiency.host_adamw, moved / (run.device.host * self._efficiency.host)]
         if model.config.optimizer_offload_path is not None:
             devices = -(-model.devices // max(1, run.run.num_nodes))
@@ -492,7 +494,7 @@ def _shared_tokens(run: RunShape, model: Model, samples: Samples) -> float:
     rl = run.cfg.rl_config
     if rl is None or not (rl.use_prefix_grouper and rl.use_remove_padding) or model.config.has_ring_attention:
         return 0.0
-    if computes_by_module(model.config) and not model.plan.architecture.packs:  # its rows are padded
+    if model.config.computes_by_module and not model.plan.architecture.packs:  # its rows are padded
         return 0.0
     # in the same micro-batch, whose rows are of one prompt as far as possible
     together = min(rl.n_samples_per_prompt, max(1.0, run.tokens("update") / samples.tokens))

@@ -244,6 +244,7 @@ _COLUMNS = {
     "recompute": "actor_config.recompute_granularity",
     "swap": "actor_config.swap_optimizer",
     "optimizer on host": "actor_config.optimizer_offload_fraction",
+    "gradients on host": "actor_config.offload_gradients",
     "fp32 gradients": "actor_config.grad_reduce_in_fp32",
     "streamed ref": "actor_config.stream_ref_weights",
     "optimizer offloaded": "generate_config.offload_train_optimizer",

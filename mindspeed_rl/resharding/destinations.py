@@ -119,17 +119,15 @@ class Destinations:
 
         Args:
             parameters: parameters of the engine.
-            unpack: parameters whose layout is another one now -> returns a matrix of it in the layout of `load_weights`.
+            unpack: parameters whose layout is another one now -> returns a matrix of it in the layout of `load_weights`; all of
+                it where it is not a stack of matrices both then and now.
         """
         by_plane: dict[tuple[str, int | None], list[_Entry]] = {}
         for entry in (*self.entries, *self.scattered):
             by_plane.setdefault((entry.parameter, entry.plane), []).append(entry)
         for name, parameter in parameters.items():
-            parameter = _squeeze(parameter)
-            stacked = parameter.dim() == 3
-            for index, plane in enumerate(parameter) if stacked else [(None, parameter)]:
+            for index, matrix in _list_planes(parameter, unpack.get(name), stacked=(name, None) not in by_plane):
                 entries = by_plane.get((name, index), [])
-                matrix = unpack[name](plane) if name in unpack else plane
                 for entry in entries:
                     yield name, entry.tensor, entry.tensor_slice, entry.view_plane(matrix)
                 if sum(num_elements(entry.tensor_slice) for entry in entries) < matrix.numel():
@@ -137,6 +135,25 @@ class Destinations:
                         elements = matrix[tuple(slice(*side) for side in gap)] if gap else matrix[None]
                         elements = elements.flatten() if elements.dim() > 2 else elements
                         yield name, "", full_slice(tuple(elements.shape)), elements
+
+
+def _list_planes(
+    parameter: Tensor, unpack: Callable[[Tensor], Tensor] | None, *, stacked: bool
+) -> Iterator[tuple[int | None, Tensor]]:
+    """Yield the matrices of a parameter in the layout of `load_weights`, by their index; None for its only one.
+
+    Args:
+        parameter: as it is now.
+        unpack: see `Destinations.list_shares`.
+        stacked: it was a stack of matrices when it was loaded, if it was one of at least three dimensions.
+    """
+    if unpack is not None and not (stacked and parameter.dim() == 3):
+        parameter, unpack = unpack(parameter), None
+    parameter = _squeeze(parameter)
+    if parameter.dim() < 3:
+        yield None, parameter if unpack is None else unpack(parameter)
+    else:
+        yield from enumerate(parameter if unpack is None else map(unpack, parameter))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -23,8 +23,11 @@ from mindspeed_rl.adaptors.vllm_float32_head import FLOAT32_HEAD
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.data.images import ImageRules, StoredVideo, collapse_image_tokens, open_image, prepare_images
 from mindspeed_rl.files import read_json
+from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.costs import cpu_cache_bytes, read_draft_bytes, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import read_linear_attention
+from mindspeed_rl.models.plan import read_model
+from mindspeed_rl.models.quantized_names import is_quantized
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.run.placement import RolloutLayout
 
@@ -88,7 +91,7 @@ def build_engine_arguments(
         arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}
     # a model of images has the sizes of its language model in a part
     hf_config |= hf_config.get("text_config", {})
-    overrides = _override_config(config, hooks, hf_config)
+    overrides = _override_config(config, hooks, Path(hf_folder), hf_config)
     if platform.current().name == "cpu":
         arguments["kv_cache_memory_bytes"] = _measure_cpu_cache(config, hf_config, kv_bytes_per_token)
     else:
@@ -131,7 +134,9 @@ def _image_arguments(config: GenerateConfig, image_rules: ImageRules) -> EngineA
     return arguments
 
 
-def _override_config(config: GenerateConfig, hooks: EngineHooks, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _override_config(
+    config: GenerateConfig, hooks: EngineHooks, hf_folder: Path, hf_config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the keys of config.json that the engine reads otherwise."""
     overrides: dict[str, Any] = {}
     if "quantization_config" in hf_config or config.quantization is not None:
@@ -139,7 +144,7 @@ def _override_config(config: GenerateConfig, hooks: EngineHooks, hf_config: Mapp
         overrides["quantization_config"] = (
             None
             if config.quantization is None
-            else hooks.quantization_config(config.quantization, hf_config["num_hidden_layers"])
+            else hooks.quantization_config(config.quantization, _list_quantized(config, hf_folder))
         )
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) == "dynamic" and "alpha" not in rope:
@@ -149,6 +154,13 @@ def _override_config(config: GenerateConfig, hooks: EngineHooks, hf_config: Mapp
     if config.fp32_lm_head:
         overrides[FLOAT32_HEAD] = True
     return overrides
+
+
+def _list_quantized(config: GenerateConfig, hf_folder: Path) -> dict[str, bool]:
+    """Return the HF names of the weights of a model, each expert's by itself -> True for those that are quantized."""
+    architecture, model_config, _ = read_model(hf_folder, "fsdp", trusts_code=config.trust_remote_code)
+    ops = architecture.weight_ops(model_config, ExpertPacking("grouped", 1))
+    return {name: is_quantized(name) for op in ops for name in op.hf}
 
 
 def _measure_cpu_cache(config: GenerateConfig, hf_config: Mapping[str, Any], kv_bytes_per_token: int) -> int:

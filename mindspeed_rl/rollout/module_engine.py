@@ -7,6 +7,7 @@ its prompt, its seed and the weights, and on no other request. Samples of one pr
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,9 @@ class ModuleEngine:
             float32_head=bool(config.fp32_lm_head),
             trusts_code=config.trust_remote_code,
         )
+        # classes without attention name their states otherwise
+        arguments = inspect.signature(self._model.model.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._responses: dict[str, _Response] = {}  # in the order in which they came
 
     # ------------------------------------------------------------------ responses
@@ -139,8 +143,8 @@ class ModuleEngine:
             cache: from an earlier call; None for the start of a sequence.
         """
         tokens = torch.tensor([list(token_ids)], device=self._device)
-        output = self._model.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return output.logits[0, -1].float().cpu(), output.past_key_values
+        output = self._model.model(input_ids=tokens, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
+        return output.logits[0, -1].float().cpu(), getattr(output, self._cache_name)
 
     @torch.no_grad()
     def read_all(self, token_ids: Sequence[int]) -> Tensor:

@@ -36,7 +36,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
-from mindspeed_rl.run.rules.training_engine_rules import check_model_form, computes_by_module
+from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
@@ -48,6 +48,11 @@ _QUANTIZED_MODELS = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
+#: format -> those of them that vllm-ascend has quantized in a run on the simulated NPU
+_QUANTIZED_ON_NPU: dict[str, tuple[str, ...]] = {
+    "int8": ("qwen3_moe", "deepseek_v3", "qwen3_vl"),
+    "mxfp8": (),
+}
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 #: tokens whose probabilities these kernels add up at once
@@ -157,13 +162,15 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
         return
     slow = "generate_config.engine: transformers generates with it, slowly"
     kinds = _list_kinds(plan.model_config)
-    if generate.quantization is not None and kinds and plan.architecture.name not in _QUANTIZED_MODELS:
+    known = _QUANTIZED_ON_NPU.get(str(generate.quantization), ()) if platform == "npu" else _QUANTIZED_MODELS
+    if generate.quantization is not None and kinds and plan.architecture.name not in known:
+        seen = ", on npu, where no run has proven its layout" if platform == "npu" else ""
         raise ValueError(
             f"generate_config.quantization ({generate.quantization}) is not available for {plan.architecture.name}, which has"
-            f" {kinds[0]}; among such models it has {', '.join(_QUANTIZED_MODELS)}; leave it out"
+            f" {kinds[0]}{seen}; among such models it has {', '.join(known) or 'none'}; leave it out"
         )
     if generate.quantization is not None:
-        _check_blocks(model, generate, generate.quantization)
+        _check_blocks(platform, model, generate, generate.quantization)
     if platform == "cpu" and plan.model_config.sparse_attention is not None:
         raise ValueError(
             f"actor_config: vLLM's CPU build has no sparse attention, which this model ({plan.architecture.name}) has; {slow}"
@@ -175,7 +182,7 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
         )
 
 
-def _check_blocks(model: RoleModel, generate: GenerateConfig, quantization: str) -> None:
+def _check_blocks(platform: str, model: RoleModel, generate: GenerateConfig, quantization: str) -> None:
     """Raise ValueError where elements that share a scale are on different ranks of the trainer or of an engine."""
     block, role, plan = QUANTIZED_FORMATS[quantization].block, model.config, model.plan
     if block is None:
@@ -189,11 +196,13 @@ def _check_blocks(model: RoleModel, generate: GenerateConfig, quantization: str)
                 continue
             for side, ranks in (("trainer", trained), ("rollout engine", served)):
                 count = ranks[op.axis] if split.dim == 1 else 1
-                if shape[1] % (block * count):
+                # a 950 has the scales of experts in pairs
+                unit = 2 * block if platform == "npu" and op.axis == "etp" else block
+                if shape[1] % (unit * count):
                     raise ValueError(
-                        f"generate_config.quantization ({quantization}) needs a multiple of {block} elements of a row on each "
+                        f"generate_config.quantization ({quantization}) needs a multiple of {unit} elements of a row on each "
                         f"rank: {name} has {shape[1]}, on {count} tensor-parallel ranks of the {side}; use "
-                        f"{'fewer ranks' if shape[1] % block == 0 else 'int8'}, or leave it out"
+                        f"{'fewer ranks' if shape[1] % unit == 0 else 'int8'}, or leave it out"
                     )
 
 
@@ -458,7 +467,7 @@ def _decide_losses(
             derived[f"{name}_config.fp32_lm_head"] = Derivation(
                 is_cheap, f"the cost of a float32 head is not measured on {platform}" if cost is None else source
             )
-        if computes_by_module(config) and not plan.architecture.packs:
+        if config.computes_by_module and not plan.architecture.packs:
             source = (
                 f"rows are padded, and each has its own prompt: transformers' module of {plan.architecture.name} takes no "
                 "packed ones"

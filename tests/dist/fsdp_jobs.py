@@ -228,21 +228,39 @@ def refuse_megatron(setting: Setting, folder: str) -> str:
         return ""
 
 
-def compare(folder: str, break_weight: bool, adam_eps: float = 1e-8) -> list[tuple[str, float, str]]:
-    """Differences between the engines on one step from a folder; `break_weight` changes a weight of one of them."""
-    cfg = build_run_config({"megatron_training": {"stage": "sft", "load": folder, "lr": 1e-3, "adam_eps": adam_eps}})
-    inner = FsdpEngine.load
+def _break_weight(engine: FsdpEngine) -> None:
+    engine.model.read_rows("model.layers.0.mlp.up_proj.weight")[0][0] *= 1.01
 
-    def load(self: FsdpEngine, source: Any) -> None:
-        inner(self, source)
-        self.model.read_rows("model.layers.0.mlp.up_proj.weight")[0][0] *= 1.01
 
-    if break_weight:
-        FsdpEngine.load = load
+def _break_group(engine: FsdpEngine, name: str, change: Callable[[float], float]) -> None:
+    for group in engine.optimizer.param_groups:
+        group[name] = change(group[name])
+
+
+#: what is wrong in one of two engines
+_FAULTS: dict[str, Callable[[FsdpEngine], None]] = {
+    "": lambda engine: None,
+    "weight": _break_weight,
+    "decay of biases": lambda engine: _break_group(engine, "weight_decay", lambda _: 0.01),
+    "rate": lambda engine: _break_group(engine, "lr", lambda rate: 1.001 * rate),
+    "eps": lambda engine: _break_group(engine, "eps", lambda eps: 1e3 * eps),
+}
+
+
+def compare(folder: str, fault: str = "", **keys: Any) -> list[tuple[str, float, str]]:
+    """Differences between the engines on one step from a folder, one of which may have a fault."""
+    cfg = build_run_config({"megatron_training": {"stage": "sft", "load": folder, "lr": 1e-6, **keys}})
+    inner = FsdpEngine.start_training
+
+    def start_training(self: FsdpEngine, steps_per_iteration: int) -> None:
+        inner(self, steps_per_iteration)
+        _FAULTS[fault](self)
+
+    FsdpEngine.start_training = start_training
     try:
         differences = engine_parity.compare_engines(cfg, ["megatron", "fsdp"], 4, 24)
     finally:
-        FsdpEngine.load = inner
+        FsdpEngine.start_training = inner
     return [(difference.quantity, difference.value, difference.place) for difference in differences]
 
 

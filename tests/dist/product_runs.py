@@ -130,6 +130,7 @@ INGREDIENTS = [
         "the same reference, to within a step of bfloat16 of each moment",
         needs=("fsdp",),
     ),
+    Ingredient("host_gradients", _train(offload_gradients=True), _SAME, needs=("fsdp",)),
     Ingredient("other_critic", {"critic_config": {"engine": "megatron"}}, _SAME, needs=("fsdp", "critic")),
     Ingredient("recompute", _train(**RECOMPUTE), _SAME),
     Ingredient("moe_recompute", _train(**MOE_RECOMPUTE), _SAME, needs=("experts|latent",)),
@@ -326,6 +327,10 @@ NOT_HERE = {
     "on the time; tests/e2e/test_elastic_training.py compares the iterations after a move with a resume by hand",
     "videos": "the processes of these runs do not load models of images, and the reference reads tokens alone; "
     "tests/e2e/test_random_modes.py draws complete runs with them, tests/dist/test_video_layouts.py has the layouts",
+    "language_model_only": "it leaves out a tower, which models of these runs do not have; "
+    "tests/e2e/test_random_modes.py draws complete runs with it",
+    "mxfp8, w4a8": "the reference has int8 (`quantized`), and coarser formats need wider bounds of all comparisons; "
+    "tests/e2e/test_random_modes.py draws complete runs with them, tests/unit/rollout/test_int8_rollout.py has the numbers",
 }
 #: what no number of training depends on
 SILENT = frozenset(("evaluated", "averaged", "audited"))

@@ -20,10 +20,11 @@ from ranks import RankFailureError, Ranks
 from safetensors.torch import load_file, save_file
 from supervised_samples import answers, instruction_row, write_columns
 from training_jobs import TEMPERATURE, Setting, all_rows
-from transformers import AutoModelForCausalLM, GraniteConfig
+from transformers import AutoModelForCausalLM, BartConfig, BertConfig, GraniteConfig, PretrainedConfig
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 
 pytestmark = pytest.mark.slow
 FAMILIES = list(tiny_modules.CONFIGS)
@@ -153,15 +154,37 @@ def test_tensors_are_found_under_the_names_of_published_folders(
 @pytest.mark.parametrize(
     ("name", "keys", "words"),
     [
-        ("deepseek_v4", {"bf16": True}, r"bf16: true .* deepseek_v4 keeps \d+ in float32"),
+        ("deepseek_v4", {"bf16": True}, r"bf16: true .* deepseek_v4 keeps some in float32, such as "),
         ("phi3", {"bf16": False, "seq_length": 65}, r"seq_length: 65 is above the 64 tokens"),
     ],
 )
 def test_what_would_change_precision_silently_is_refused(
     folders: Callable[[str], str], name: str, keys: dict[str, Any], words: str
 ) -> None:
+    config = MegatronConfig(engine="fsdp", **keys)
     with pytest.raises(ValueError, match=words):
-        plan_model(MegatronConfig(engine="fsdp", **keys), folders(name))
+        plan = plan_model(config, folders(name))
+        check_model_form(config, plan.architecture, plan.model_config)
+
+
+_BERT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (BertConfig(**_BERT), "does not train bert: BertLMHeadModel has a bias in its head"),
+        (BartConfig(d_model=64, decoder_layers=2, decoder_attention_heads=2), "does not train bart: BartForCausalLM "),
+    ],
+    ids=["bias", "decoder of a pair"],
+)
+def test_a_class_of_another_form_is_refused_before_anything_starts(
+    tmp_path: Path, config: PretrainedConfig, words: str
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=words) as caught:
+        plan_model(MegatronConfig(engine="fsdp", bf16=False), str(tmp_path))
+    assert str(caught.value).count("config.json") <= 2 and "Traceback" not in str(caught.value)
 
 
 def test_a_class_that_scales_its_logits_is_refused(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import rollout_jobs
 import stage_jobs
 import tiny_hf
 import torch
-from ranks import Ranks
+from ranks import RankFailureError, Ranks
 from supervised_samples import answers, instruction_row, write_columns
 from training_jobs import TEMPERATURE, Setting, all_rows
 from transformers import AutoModelForCausalLM
@@ -58,6 +58,26 @@ def test_what_cannot_be_run_is_named(
     with pytest.raises(ValueError, match=".") as caught:
         plan_model(MegatronConfig(bf16=False, **keys), made)  # pyrefly: ignore[bad-argument-type]
     assert words in str(caught.value) and not mark.exists(), caught.value
+
+
+@pytest.mark.slow
+def test_a_class_that_sees_later_tokens_is_refused(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    folder = remote_code_model.save(tmp_path / "own")
+    code = folder / "own_code.py"
+    code.write_text(code.read_text().replace('distance < 0, float("-inf")', "distance < 0, 0.0"))
+    with pytest.raises(RankFailureError, match="OwnForCausalLM sees later tokens"):
+        ranks(1).run(fsdp_jobs.train, setting=Setting(str(folder), {"trust_remote_code": True}), steps=1)
+
+
+def test_layers_are_the_outer_list_however_many_experts_each_has(tmp_path: Path) -> None:
+    folder = remote_code_model.write_code(tmp_path / "own")
+    code = folder / "own_code.py"
+    lists = "self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(8))"
+    code.write_text(code.read_text().replace("        self.heads =", f"        {lists}\n        self.heads ="))
+    plan = plan_model(MegatronConfig(bf16=False, **_TRUSTED), folder)  # pyrefly: ignore[bad-argument-type]
+    assert plan.model_config.num_layers == 2
+    ops = plan.architecture.weight_ops(plan.model_config)
+    assert sum(op.layer == 1 and ".experts." in op.mcore for op in ops) == 8
 
 
 @pytest.mark.slow

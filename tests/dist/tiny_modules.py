@@ -20,7 +20,8 @@ _LONG = {
     **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64},
     **{"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.0, 3.5], "long_factor": [4.0] * 8},
 }
-#: model types -> config: a parallel residual, ALiBi and a tied head, frequencies by length, chunks and stacked experts, Mamba-2
+#: model types -> config: a parallel residual, ALiBi and a tied head, frequencies by length, chunks, stacked experts, Mamba-2,
+#: no attention at all
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**_SIZES),
     "bloom": lambda: transformers.BloomConfig(
@@ -38,6 +39,10 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **{"hybrid_override_pattern": "M*-E", "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
         **{"chunk_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         **{"moe_shared_expert_intermediate_size": 32, "n_group": 2, "topk_group": 1},
+    ),
+    "mamba": lambda: transformers.MambaConfig(
+        **{"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "tie_word_embeddings": False},
+        **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
     ),
     # so many heads of the indexer that no scores are 0, and equal
     "deepseek_v4": lambda: transformers.DeepseekV4Config(

@@ -1,7 +1,8 @@
-"""Complete runs of random combinations, of the modes that the product of features has not: elastic rollout, and videos.
+"""Complete runs of random combinations, of the modes that the product of features has not.
 
-Both need what a product's run has not: servers with devices of their own, and processes that load models of images. What
-trained is compared with what the engines sampled; the loss is computed again in float64 from the saved rollouts.
+Elastic rollout needs servers with devices of their own; videos, and text without the tower, processes that load models of
+images. The rollout is in float32 or in a quantized format. What trained is compared with what the engines sampled; the loss is
+computed again in float64 from the saved rollouts.
 
 `RANDOM_MODES_SEED=N` draws others.
 """
@@ -18,9 +19,12 @@ import pytest
 import torch
 from grpo_command import finished, overrides
 from test_elastic_run import ELASTIC, check_consumed
+from test_language_model_only import drop
+from test_language_model_only import task as texts  # noqa: F401  (a fixture)
 from test_rollout_modes import iterations
 from test_video_run import GRPO, command, metrics, model
 from test_video_run import task as videos  # noqa: F401  (a fixture)
+from test_vision_run import GRPO as PICTURES
 
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.cli.parity import replay
@@ -50,9 +54,19 @@ _BOTH: Mapping[str, Sequence[str]] = {
     "budget": ["+rl_config.use_dynamic_bsz=true", "+rl_config.max_packing_token_size=512"],
     "copies": ["+megatron_training.check_weight_copies_interval=1"],
 }
+#: format of the rollout engine -> largest mean difference of log-probs
+_FORMATS = {"int8": 0.03, "mxfp8": 0.1, "w4a8": 0.3}
+_QUANTIZED = {
+    name: [f"+generate_config.quantization={name}", "generate_config.enforce_eager=true", "rl_config.log_probs_diff_limit=auto"]
+    for name in _FORMATS
+}
+_DRAFTS = {"drafts": ["+generate_config.speculative_config={method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}"]}
+#: of models with a tower
+_SEEING: Mapping[str, Sequence[str]] = {**_BOTH, **_QUANTIZED, **_DRAFTS}
 _ELASTIC: Mapping[str, Sequence[str]] = {
     **_BOTH,
-    "drafts": ["+generate_config.speculative_config={method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}"],
+    **_QUANTIZED,
+    **_DRAFTS,
     "partial": ["+rl_config.partial_rollout=true"],
     "wait": ["+rl_config.max_off_policy_strategy=wait"],
     "eager": ["+rl_config.elastic_rollout_low=0.9", "+rl_config.elastic_rollout_high=1.5"],
@@ -64,6 +78,8 @@ def draw(name: str, options: Mapping[str, Sequence[str]], config: str, base: Seq
     r = random.Random(name)
     for _ in range(200):
         names = r.sample(sorted(options), r.randint(3, 5))
+        if len({*names} & {*_FORMATS}) > 1:
+            continue
         keys = list(dict.fromkeys(key for option in names for key in options[option]))
         try:
             resolve(load_run_config(config, None, [*base, *keys]), platform="cpu")
@@ -72,6 +88,16 @@ def draw(name: str, options: Mapping[str, Sequence[str]], config: str, base: Seq
             continue
         return names, keys
     raise AssertionError(f"the rules refuse 200 draws; the last: {refused}")
+
+
+def check_difference(record: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Log-probs of engine and trainer are those of one policy, or of one and its quantized form."""
+    prefix = "rollout/old_log_probs_diff" if "recorded" in names else "rollout/log_probs_diff"
+    form = next((name for name in names if name in _FORMATS), None)
+    if form is None:
+        assert record[f"{prefix}_max"] < 1e-4
+    else:
+        assert 1e-6 < record[f"{prefix}_mean"] < _FORMATS[form]
 
 
 def check_losses(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -93,10 +119,9 @@ def test_a_random_elastic_run_trains_on_what_its_engines_sampled(task: Path, tmp
         run = finished(task, tmp_path, *base, *keys)
         check_consumed(run, 3, bound=bound)
         assert run.metrics[0]["rollout/elastic_servers"] == 1
-        difference = "rollout/old_log_probs_diff_max" if "recorded" in names else "rollout/log_probs_diff_max"
         for record in run.metrics:
             if not bound or record["rollout/staleness_max"] == 0:
-                assert record[difference] < 1e-4
+                check_difference(record, names)
         check_losses(run.folder / "run", run.metrics)
         assert not run.leftovers()
     except AssertionError as error:
@@ -115,12 +140,41 @@ def test_a_random_run_with_videos_trains_on_what_its_engine_sampled(
     with monkeypatch.context() as within:
         within.setenv(VISION_VARIABLE, "1")
         within.syspath_prepend(str(videos))
-        names, keys = draw(f"videos {_SEED + number}", _BOTH, GRPO[1], base)
+        names, keys = draw(f"videos {_SEED + number}", _SEEING, GRPO[1], base)
     try:
         command("train", *GRPO[:2], *base, *keys, folder=videos)
         records = metrics(videos / f"random_{number}")
-        difference = "rollout/old_log_probs_diff_max" if "recorded" in names else "rollout/log_probs_diff_max"
-        assert len(records) == 2 and all(record[difference] < 1e-4 for record in records)
+        assert len(records) == 2
+        for record in records:
+            check_difference(record, names)
         check_losses(videos / f"random_{number}", records)
+    except AssertionError as error:
+        raise AssertionError(f"RANDOM_MODES_SEED={_SEED + number} ({', '.join(names)}): {error}") from error
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_random_run_without_the_tower_trains_on_what_its_engine_sampled(
+    texts: Path,  # noqa: F811  (the fixture)
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = [
+        *PICTURES[2:], *drop("actor_config"), "megatron_training.data_path=text.jsonl", "megatron_training.image_folder=null",
+        "actor_config.load=model", "rl_config.verifier_function=[evens:even]", f"run_dir=random_{number}", _SAVED,
+        "actor_config.tensor_model_parallel_size=1", "rl_config.actor_resource.num_npus=1", "actor_config.save=null",
+        "actor_config.save_hf=false", "rl_config.log_completions=false",
+    ]  # fmt: skip
+    monkeypatch.chdir(texts)
+    with monkeypatch.context() as within:
+        within.setenv(VISION_VARIABLE, "1")
+        within.syspath_prepend(str(texts))
+        names, keys = draw(f"text {_SEED + number}", _SEEING, PICTURES[1], base)
+    try:
+        command("train", *PICTURES[:2], *base, *keys, folder=texts)
+        records = metrics(texts / f"random_{number}")
+        assert len(records) == 2
+        for record in records:
+            check_difference(record, names)
+        check_losses(texts / f"random_{number}", records)
     except AssertionError as error:
         raise AssertionError(f"RANDOM_MODES_SEED={_SEED + number} ({', '.join(names)}): {error}") from error

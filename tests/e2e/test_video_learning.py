@@ -1,4 +1,4 @@
-"""GRPO learns from videos: which end of its path a moving square comes from, which only the reward says."""
+"""GRPO learns from videos: which of two opposite directions a square moves in, which only the reward says."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ KEYS = ["megatron_training.image_folder=null", "megatron_training.tokenizer_name
 SFT = [
     "--config-name", "sft_tiny_vision_cpu", "run_dir=sft_run", "megatron_training.num_npus=1", "megatron_training.load=model",
     "megatron_training.data_path=start.jsonl", "megatron_training.prompt_type=hf", "megatron_training.global_batch_size=32",
-    "megatron_training.map_keys={prompt: instruction, query: '', response: output}", "megatron_training.train_iters=60",
-    "megatron_training.lr=1e-3", "megatron_training.save=sft", "megatron_training.save_interval=60",
+    "megatron_training.map_keys={prompt: instruction, query: '', response: output}", "megatron_training.train_iters=200",
+    "megatron_training.lr=2e-3", "megatron_training.save=sft", "megatron_training.save_interval=200",
 ]  # fmt: skip
 LEARNING = [
     "run_dir=grpo_run", "actor_config.load=sft/hf/latest", "megatron_training.train_iters=25",
     "megatron_training.eval_interval=25",
-    "megatron_training.eval_data_path=held_out.jsonl", "megatron_training.global_batch_size=16", "rl_config.mini_batch_size=16",
-    "rl_config.n_samples_per_prompt=8", "rl_config.verifier_function=[exact_match]", "actor_config.micro_batch_size=128",
+    "megatron_training.eval_data_path=held_out.jsonl", "megatron_training.global_batch_size=32", "rl_config.mini_batch_size=32",
+    "actor_config.lr=1e-3", "actor_config.lr_decay_style=constant",
+    "rl_config.n_samples_per_prompt=8", "rl_config.verifier_function=[exact_match]", "actor_config.micro_batch_size=256",
     "rl_config.log_probs_diff_limit=1e-3",
 ]  # fmt: skip
 
@@ -39,4 +40,4 @@ def test_held_out_rewards_rise(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "grpo_run" / "metrics.jsonl").read_text().splitlines()]
     held_out = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
     print(held_out)
-    assert len(held_out) == 2 and held_out[0] < 0.65 and held_out[1] > held_out[0] + 0.15, held_out
+    assert len(held_out) == 2 and held_out[0] < 0.65 and held_out[1] > 0.8, held_out

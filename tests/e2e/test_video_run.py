@@ -9,6 +9,8 @@ import pytest
 from moving_shapes import save_model, write_rows
 from test_vision_run import SERVERS, command, metrics
 
+from mindspeed_rl.algorithms.rollout_file import RolloutBatch
+
 #: rewards a first character with an even code, and raises unless the frames are those of the row
 REWARD = '''
 import numpy as np
@@ -57,6 +59,23 @@ def test_a_run_trains_on_the_frames_that_its_engine_and_rewards_saw(family: str,
     records = metrics(task / f"{family}_run")
     assert len(records) == 2 and all(record["rollout/log_probs_diff_max"] < 1e-4 for record in records)
     assert all(record["actor/grad_norm"] > 0 for record in records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_responses_about_videos_are_those_without_drafts(method: str, task: Path) -> None:
+    length = ["generate_config.sampling_config.max_tokens=24", "generate_config.sampling_config.temperature=0.3"]
+    keys = [*model("qwen3"), *length, "megatron_training.train_iters=1", "rl_config.save_rollouts_interval=1"]
+    drafts = f"generate_config.speculative_config={{method: {method}, num_speculative_tokens: 3}}"
+    for name, more in (("plain", []), (method, [drafts])):
+        if not (task / f"{name}_drafts").exists():
+            command("train", *GRPO, *keys, *more, f"run_dir={name}_drafts", folder=task)
+    batches = [
+        RolloutBatch.load(task / f"{name}_drafts" / "rollouts" / "iteration_0000001.safetensors") for name in ("plain", method)
+    ]
+    assert all(batches[0].columns[name].equal(batches[1].columns[name]) for name in ("input_ids", "response_mask"))
+    (record,) = metrics(task / f"{method}_drafts")
+    assert record["rollout/draft_acceptance"] > 0 and record["rollout/log_probs_diff_max"] < 1e-4
 
 
 #: asks about the video of its row, and shows frames of its own with the second question

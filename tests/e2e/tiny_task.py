@@ -71,7 +71,26 @@ OTHER_MODELS = {
     # the second layer attends to the tokens of the first
     "glm5": lambda: transformers.GlmMoeDsaConfig(**_SPARSE | {"indexer_types": ["full", "shared"], "rms_norm_eps": 1e-6}),
     "deepseek-v3.2": lambda: transformers.DeepseekV32Config(**_SPARSE, n_group=2, topk_group=1),
-    # Megatron has no layers of the next two
+    # Megatron has no layers of the next six
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**_SIZES | {"tie_word_embeddings": False}),
+    "bloom": lambda: transformers.BloomConfig(
+        **{"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.1},
+        **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
+    ),
+    # frequencies by the length of a row, of which all here have the short ones
+    "phi3-long": lambda: transformers.Phi3Config(
+        **_SIZES | {"max_position_embeddings": 256, "original_max_position_embeddings": 64},
+        rope_parameters={
+            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64},
+            **{"short_factor": [1.0 + index / 8 for index in range(16)], "long_factor": [4.0] * 16},
+        },
+    ),
+    # layers of chunks of four tokens, and one without positions; two with experts
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **_SIZES | {"tie_word_embeddings": False, "num_hidden_layers": 4, "head_dim": 32, "intermediate_size_mlp": 128},
+        **{"num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [1, 3], "no_rope_layers": [1, 1, 1, 0]},
+        **{"attention_chunk_size": 4, "floor_scale": 4, "attn_scale": 0.5},
+    ),
     "nemotron-h": lambda: transformers.NemotronHConfig(
         **_SIZES | {"tie_word_embeddings": False, "num_hidden_layers": 3, "head_dim": 32, "hybrid_override_pattern": "M*-"},
         **{"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8},

@@ -77,6 +77,7 @@ def test_int8_products_of_vllm_ascend_have_the_log_probs_of_their_definition_aft
     # bf16 moves elements over the rounding edges of int8, which are wider than its own
     assert report["mean"] < BF16 and report["worst"] < 4 * BF16
     assert report["calls"]["npu::npu_quant_matmul"] == report["calls"]["npu::npu_dynamic_quant"] > 0
+    assert len(set(report["proven"])) == 1 and report["damage"] == ["down_proj.weight", "down_proj.weight_scale"]
 
 
 @pytest.mark.slow
@@ -145,7 +146,76 @@ def test_the_experts_that_an_engine_reports_are_those_that_transformers_chooses(
     assert all(report["same_experts"]) and len(report["same_experts"]) == 4
 
 
+#: matrices of Qwen3-MoE that engines have in bytes
+_QWEN3_MOE = ["w13_weight", "w2_weight"]
+
+
+@pytest.mark.slow
+def test_int8_experts_have_the_log_probs_of_their_definition_after_every_sync() -> None:
+    (report,) = run_ranks("rollout", 1, EXPERTS | {"quantization": "int8"})
+    assert report["worst"] < 1e-4 and all(report["same_greedy"])
+    assert report["equal"] == [True, True] and report["other_weights_differ"]
+    # every byte of every sync, and a proof that sees another one in a matrix and in a scale
+    assert len(report["proven"]) == 4 and len(set(report["proven"])) == 1
+    assert report["damage"] == ["w13_weight", "w2_weight_scale"]
+    assert report["in_bytes"] == [f"mlp.experts.{name}" for name in _QWEN3_MOE] + [
+        f"self_attn.{name}.weight" for name in ("o_proj", "qkv_proj")
+    ]
+    # gate and up, down; activations are quantized once in front of each
+    calls = report["calls"]
+    assert calls["npu::npu_grouped_matmul"] == 2 * calls["npu::npu_moe_init_routing_custom"] > 0
+    assert calls["npu::npu_dynamic_quant"] == calls["npu::npu_quant_matmul"] + calls["npu::npu_moe_init_routing_custom"]
+
+
+BLOCKS = {"quantization": "mxfp8", "rounds": 1}
+
+
+@pytest.mark.slow
+def test_mxfp8_of_a_950_has_the_log_probs_of_its_definition_after_every_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", "Ascend950DT_9582")
+    (report,) = run_ranks("rollout", 1, BLOCKS | {"dtype": "float32"})
+    assert report["worst"] < 1e-3 and report["mean"] < 1e-4 and all(report["same_greedy"])
+    assert report["equal"] == [True] and report["other_weights_differ"]
+    assert len(set(report["proven"])) == 1 and report["damage"] == ["down_proj.weight", "down_proj.weight_scale"]
+    assert report["calls"]["npu::npu_quant_matmul"] == report["calls"]["npu::npu_dynamic_mx_quant"] > 0
+
+
+@pytest.mark.slow
+def test_mxfp8_is_refused_by_an_a2_before_its_engine_is_built() -> None:
+    with pytest.raises(AssertionError, match=r"\(mxfp8\) is not available on this device .*A2 and A3 have no 8-bit"):
+        run_ranks("rollout", 1, BLOCKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "exchange"), [("Ascend910B3", "allgather"), ("Ascend910_9391", "MC2")])
+def test_int8_experts_on_two_devices_have_the_log_probs_of_their_definition(
+    device: str, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", device)
+    layout = {"sharing": 2, "prompts": [[0, 1, 2], [3]], "rounds": 1, "quantization": "int8"}
+    for report in run_ranks("rollout", 2, EXPERTS | layout):
+        assert report["worst"] < 1e-4 and all(report["same_greedy"])
+        assert report["equal"] == [True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
+        # tokens are sent in int8, and activated from whole numbers
+        assert (report["calls"].get("npu::npu_moe_distribute_dispatch_v2", 0) > 0) == (exchange == "MC2")
+        assert (report["calls"].get("npu::npu_dequant_swiglu_quant", 0) > 0) == (exchange == "MC2")
+
+
 LATENT = {"model": "deepseek3_latent", "dtype": "float32", "cast_prompts": False}
+
+
+@pytest.mark.slow
+def test_int8_with_latent_attention_and_shared_experts_has_the_log_probs_of_their_definition() -> None:
+    (report,) = run_ranks("rollout", 1, LATENT | {"quantization": "int8", "rounds": 1})
+    assert report["worst"] < 1e-4 and all(report["same_greedy"])
+    assert report["equal"] == [True] and report["other_weights_differ"]
+    assert len(set(report["proven"])) == 1
+    assert report["damage"] == ["down_proj.weight", "down_proj.weight_scale", "w13_weight", "w2_weight_scale"]
+    # kv_b_proj, of which attention folds further matrices, is none of them
+    attention = [name for name in report["in_bytes"] if name.startswith("self_attn")]
+    assert attention == [f"self_attn.{name}.weight" for name in ("fused_qkv_a_proj", "o_proj", "q_b_proj")]
+    assert {f"mlp.shared_experts.{name}.weight" for name in ("gate_up_proj", "down_proj")} <= set(report["in_bytes"])
+    assert report["calls"]["npu::npu_dequant_swiglu_quant"] > 0
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import simulator
 import torch
 import torch_npu
+from quantized_reference import round_blocks
 
 from mindspeed_rl import platform
 from mindspeed_rl.platform import ProfileSettings
@@ -328,6 +330,102 @@ def test_rows_of_a_cache_are_loaded_from_the_blocks_of_their_sequence() -> None:
     load(cache.to("npu"), -cache.to("npu"), table, lengths, seq_starts=starts, key=key, value=value)
     expected = torch.stack([cache[3, 0], cache[3, 1], cache[0, 0], cache[2, 0], cache[2, 1]])
     assert torch.equal(key.cpu(), expected) and torch.equal(value.cpu(), -expected)
+
+
+def test_grouped_products_in_int8_are_those_of_whole_numbers_with_their_scales() -> None:
+    torch.manual_seed(0)
+    rows, weights = torch.randint(-127, 128, (5, 8), dtype=torch.int8), torch.randint(-127, 128, (3, 8, 4), dtype=torch.int8)
+    counts, owners = torch.tensor([2, 0, 3]), [0, 0, 2, 2, 2]
+    scales, token_scales = torch.rand(3, 4) / 100, torch.rand(5) / 100  # of products of some hundred thousand
+    given = {"split_item": 2, "group_type": 0, "group_list_type": 1, "group_list": counts.to("npu")}
+    exact = torch.stack([rows[row].long() @ weights[owner].long() for row, owner in enumerate(owners)])
+    tensors = {"x": [rows.to("npu")], "weight": [weights.to("npu")]}
+    (sums,) = torch_npu.npu_grouped_matmul(**tensors, **given, output_dtype=torch.int32)
+    assert torch.equal(sums.cpu().long(), exact)
+    with_scales = {"scale": [scales.to("npu")], "per_token_scale": [token_scales.to("npu")], "output_dtype": torch.float32}
+    (scaled,) = torch_npu.npu_grouped_matmul(**tensors, **given, **with_scales)
+    assert torch.allclose(scaled.cpu(), (exact.double() * scales.double()[owners] * token_scales.double()[:, None]).float())
+    with pytest.raises(RuntimeError, match="without scales give int32"):
+        torch_npu.npu_grouped_matmul(**tensors, **given, output_dtype=torch.bfloat16)
+    # silu(gate) up of the scaled sums, in int8 again
+    out, out_scales = torch.ops._C_ascend.npu_dequant_swiglu_quant(
+        x=sums,
+        weight_scale=scales.to("npu"),
+        activation_scale=token_scales.to("npu"),
+        group_index=counts.to("npu"),
+        activate_left=True,
+        quant_mode=1,
+    )
+    gate, up = (exact.double() * scales.double()[owners] * token_scales.double()[:, None]).chunk(2, -1)
+    inner = gate / (1 + torch.exp(-gate)) * up
+    largest = inner.abs().amax(-1)
+    assert torch.allclose(out_scales.cpu().double(), largest / 127, rtol=1e-5)
+    assert (out.cpu().double() - inner / largest[:, None] * 127).abs().max() <= 0.5 + 1e-4
+
+
+def test_mx_products_are_those_of_the_numbers_that_their_blocks_stand_for() -> None:
+    torch.manual_seed(0)
+    kind = {"scale_dtype": torch_npu.float8_e8m0fnu}
+    x, weights = torch.randn(5, 96) * torch.exp2(torch.randint(-9, 9, (5, 1))), torch.randn(3, 16, 96)
+    elements, scales = torch_npu.npu_dynamic_mx_quant(x.to("npu"), dst_type=torch.float8_e4m3fn)
+    # three blocks of a row: two pairs of scales, of which the last one is none
+    assert elements.dtype == torch.float8_e4m3fn and scales.shape == (5, 2, 2) and not scales[:, 1, 1].any()
+    for row in range(5):
+        for block in range(3):
+            part = x[row, 32 * block : 32 * block + 32]
+            exponent = math.floor(math.log2(float(part.abs().max()))) - 8
+            assert int(scales[row, block // 2, block % 2]) == exponent + 127
+            found = elements[row, 32 * block : 32 * block + 32].cpu().double() * 2.0**exponent
+            assert torch.equal(found, round_blocks(part.double()))
+    stored, weight_scales = torch_npu.npu_dynamic_mx_quant(weights.to("npu"), dst_type=torch.float8_e4m3fn)
+    columns, column_scales = stored.transpose(1, 2), weight_scales.transpose(1, 2)  # [3, 96, 16], [3, 2, 16, 2]
+    exact = torch.stack([round_blocks(x.double()) @ round_blocks(weight.double()).t() for weight in weights])
+    product = torch_npu.npu_quant_matmul(
+        elements,
+        columns[1].contiguous(),
+        column_scales[1].contiguous(),
+        **kind,
+        pertoken_scale=scales,
+        pertoken_scale_dtype=torch_npu.float8_e8m0fnu,
+        output_dtype=torch.float32,
+        group_sizes=[1, 1, 32],
+    )
+    assert torch.equal(product.cpu(), exact[1].float())
+    owners = [0, 0, 2, 2, 2]
+    (sums,) = torch_npu.npu_grouped_matmul(
+        x=[elements],
+        weight=[columns],
+        scale=[column_scales],
+        **kind,
+        per_token_scale=[scales],
+        per_token_scale_dtype=torch_npu.float8_e8m0fnu,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+        group_list=torch.tensor([2, 0, 3]).to("npu"),
+        output_dtype=torch.bfloat16,
+    )
+    grouped = torch.stack([exact[owner, row] for row, owner in enumerate(owners)])
+    assert torch.equal(sums.cpu(), grouped.bfloat16())
+    out, out_scales = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+        x=elements,
+        weight=[columns],
+        group_list=torch.tensor([2, 2, 5]).to("npu"),
+        weight_scale=[column_scales],
+        x_scale=scales,
+        dequant_mode=2,
+        quant_mode=2,
+        dequant_dtype=torch.float32,
+        quant_dtype=torch.float8_e4m3fn,
+        weight_scale_dtype=torch_npu.float8_e8m0fnu,
+        x_scale_dtype=torch_npu.float8_e8m0fnu,
+    )
+    gate, up = grouped.chunk(2, -1)
+    inner = gate / (1 + torch.exp(-gate)) * up
+    powers = torch.exp2(out_scales.cpu().double() - 127)[:, 0, :1]
+    assert (out.cpu().double() * powers - inner).abs().max() <= inner.abs().max() / 16  # half a step of three bits
+    with pytest.raises(RuntimeError, match="scales in float8_e8m0fnu"):
+        torch_npu.npu_quant_matmul(elements, columns[1], column_scales[1], pertoken_scale=scales, group_sizes=[1, 1, 32])
 
 
 def test_adapters_are_multiplied_with_the_rows_of_their_own() -> None:

@@ -3,5 +3,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 model qwen35_27b Qwen3.5-27B
-: "${NNODES:=2}" "${TP:=4}"
-tune_full "$@"
+: "${NNODES:=2}" "${TP:=4}" "${PP:=2}"
+tune_full megatron_training.recompute_granularity=full megatron_training.recompute_method=uniform \
+    megatron_training.recompute_num_layers=1 "$@"

@@ -4,4 +4,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 model qwen35_9b Qwen3.5-9B
 : "${TP:=2}"
-tune_full "$@"
+tune_full megatron_training.recompute_granularity=full megatron_training.recompute_method=uniform \
+    megatron_training.recompute_num_layers=1 "$@"

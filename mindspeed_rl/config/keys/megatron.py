@@ -169,6 +169,8 @@ class _DataKeys:
 
 EngineName = Literal["megatron", "fsdp"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
+#: whose layers are transformers' modules; the others have Megatron's layers and optimizer
+_BY_MODULE: frozenset[EngineName] = frozenset(("fsdp",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -635,6 +637,11 @@ class MegatronConfig(
     def model_parallel_size(self) -> int:
         """Devices of one replica of the model, without expert parallelism."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def computes_by_module(self) -> bool:
+        """True where the layers of the role come from transformers' module, and not from Megatron."""
+        return self.engine in _BY_MODULE
 
     @property
     def has_ring_attention(self) -> bool:

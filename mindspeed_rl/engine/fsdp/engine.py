@@ -109,7 +109,7 @@ class FsdpEngine:
         """Fill this rank's rows from HF tensors."""
         self.model.load(source)
         if isinstance(self.plan.architecture, ModuleArchitecture):
-            self.model.check_head()
+            self.model.check_class()
 
     def limit_vocab(self, size: int) -> None:
         """Give no probability to tokens from this id on. Not collective."""

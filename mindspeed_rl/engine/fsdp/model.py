@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +35,8 @@ from mindspeed_rl.models.hf_module import (
     build_module,
     cast_parameters,
     find_place,
+    get_decoder,
+    list_layers,
     mark_loaded,
     read_hf_config,
 )
@@ -45,8 +47,8 @@ from mindspeed_rl.models.weights import TensorSource
 _INNER = "model."
 #: dimension of the mesh along which weights are divided
 _SHARD = "shard"
-#: tokens of a check of the head, and the difference of log-probs that rounding in bfloat16 may make
-_CHECKED_TOKENS, _HEAD_BOUND = 8, 0.1
+#: tokens of a check of the class, and the differences of log-probs that rounding in bfloat16 and in float32 may make
+_CHECKED_TOKENS, _HEAD_BOUND, _LEAK_BOUND = 8, 0.1, 1e-4
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Request:
 
 @dataclass(frozen=True)
 class HeadCheck:
-    """A pass that compares the logits of the engine with the class's; see `ShardedModel.check_head`.
+    """A pass that compares the logits of the engine with the class's; see `ShardedModel.check_class`.
 
     Attributes:
         input_ids: [1, tokens].
@@ -98,7 +100,7 @@ class PolicyModule(nn.Module):
         """Compute the results of a micro-batch, [rows, width] float32 each, 0 on padding."""
         weight = cast(nn.Linear, self.model.get_output_embeddings()).weight
         if isinstance(request, HeadCheck):
-            return (self._compare(request.input_ids, weight),)
+            return self._compare(request.input_ids, weight)
         micro_batch = request.micro_batch
         head = HeadPass(
             micro_batch,
@@ -121,14 +123,19 @@ class PolicyModule(nn.Module):
         # FSDP's hook at the start of the backward pass would be lost by an in-place change of a view
         return tuple(result.clone() for result in results)
 
-    def _compare(self, input_ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the largest difference of a log-prob from the class's, 0-d."""
-        expected = self.model(input_ids=input_ids, use_cache=False).logits[0].float()
-        hidden = _get_decoder(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state[0]
+    def _compare(self, input_ids: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return how far log-probs are from the class's, earlier ones from those with another last token, with a bound."""
+        other = input_ids.clone()
+        other[:, -1] = other[:, 0]
+        expected, changed = (self.model(input_ids=ids, use_cache=False).logits[0].float() for ids in (input_ids, other))
+        hidden = get_decoder(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state[0]
         logits = hidden.float() @ weight.float().t()
         if self._softcap is not None:
             logits = self._softcap * torch.tanh(logits / self._softcap)
-        return (logits.log_softmax(-1) - expected.log_softmax(-1)).abs().max()
+        expected, changed = expected.log_softmax(-1), changed.log_softmax(-1)
+        leak = (changed - expected)[:-1].abs().max()
+        bound = leak.new_tensor(_HEAD_BOUND if hidden.dtype == torch.bfloat16 else _LEAK_BOUND)
+        return (logits.log_softmax(-1) - expected).abs().max(), leak, bound
 
 
 class ValueModule(nn.Module):
@@ -168,7 +175,7 @@ def compute_hidden(
         context: ranks that divide the tokens of each row; None where this rank has all.
         images: inputs of a model that sees images; None for others.
     """
-    decoder = _get_decoder(model)
+    decoder = get_decoder(model)
     layout: dict[str, Any] = {}
     if micro_batch.packed is not None:
         bounds = micro_batch.packed.cu_seqlens_q_padded
@@ -185,12 +192,6 @@ def compute_hidden(
         layout["input_ids"] = micro_batch.input_ids
     output = decoder(use_cache=False, **layout)
     return output.last_hidden_state.transpose(0, 1)
-
-
-def _get_decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the part of a causal language model before the head, which some classes do not name as their base."""
-    decoder = model.get_decoder()
-    return model.model if decoder is model else decoder
 
 
 def _select(hidden_states: Tensor, index: Tensor) -> Tensor:
@@ -327,22 +328,28 @@ class ShardedModel:
                 rows.copy_(source.read(name, 0, start, start + len(rows)))
 
     @torch.no_grad()
-    def check_head(self) -> None:
-        """Check on a few tokens that the class computes logits as the engine does; collective.
+    def check_class(self) -> None:
+        """Check on a few tokens that the class computes logits as the engine does, and from earlier tokens only; collective.
 
         Raises:
-            ValueError: it does not: it scales them, for example.
+            ValueError: it does not: it scales them, for example, or attends in both directions.
         """
         if not isinstance(self.module, PolicyModule):
             return
         device = next(iter(self.names.values())).device
         tokens = torch.arange(_CHECKED_TOKENS, device=device)[None] % self.plan.model_config.vocab_size
-        (difference,) = self.module(HeadCheck(tokens))
+        difference, leak, bound = map(float, self.module(HeadCheck(tokens)))
         self.root.reshard()
-        if not float(difference) < _HEAD_BOUND:
+        name = type(self.module.model).__name__
+        if not difference < _HEAD_BOUND:
             raise ValueError(
-                f"engine: fsdp: the head of {type(self.module.model).__name__} is not its weight times the hidden state, which "
-                f"is what the engine computes: log-probs differ by {float(difference):.3g}"
+                f"engine: fsdp: the head of {name} is not its weight times the hidden state, which is what the engine "
+                f"computes: log-probs differ by {difference:.3g}"
+            )
+        if not leak < bound:
+            raise ValueError(
+                f"engine: fsdp: {name} sees later tokens, and no policy can: with another token at the end of a row, earlier "
+                f"log-probs differ by {leak:.3g}"
             )
 
 
@@ -413,15 +420,12 @@ def _build_module(hf_config: PretrainedConfig, *, packs: bool, sees_images: bool
     model = (build_image_module if sees_images else build_module)(hf_config, **settings)
     # rows have no padding that trains, so that this token is one like all others, as in Megatron
     cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        raise ValueError(f"{type(model).__name__} has a bias in its head, which this engine does not compute.")
     return model
 
 
 def _shard(module: PolicyModule | ValueModule, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
     """Shard each decoder layer by itself, and all else with the root."""
-    for layer in list_layers(module.model):
+    for layer in list_layers(module.model).values():
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(module, mesh=mesh, mp_policy=precision)
     for part in module.modules():
@@ -435,18 +439,6 @@ def _shard(module: PolicyModule | ValueModule, mesh: DeviceMesh, precision: Mixe
     # the result of a reduction without copies is the gradient only where it is not cast
     trained = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
     assert trained <= {precision.reduce_dtype}, f"weights that train are {trained}"
-
-
-def list_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """Return the decoder layers of a model of transformers: the longest of its lists of modules.
-
-    Raises:
-        ValueError: it has none.
-    """
-    lists = [module for module in _get_decoder(model).modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of decoder layers, by which the engine shards.")
-    return list(max(lists, key=len))
 
 
 def _list_values(module: PolicyModule | ValueModule) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:

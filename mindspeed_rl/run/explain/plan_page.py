@@ -249,6 +249,8 @@ def _describe_samples(run: Run) -> str:
         sizes = QUANTIZED_FORMATS[generate.quantization]
         emulated = sizes.is_emulated and run.config.platform in ("cpu", "auto")
         slow = " (emulated in float32: slow, and no memory is saved)" if emulated else ""
+        if run.config.platform == "npu" and sizes.npu_devices:
+            slow = f" (which only {sizes.npu_devices} has)"
         phrases.append(f"the engine's matrices are in {generate.quantization}{slow}, corrected by {mode}")
     if rl.exact_log_probs:
         count = run.config.exact_slices

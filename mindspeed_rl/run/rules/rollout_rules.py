@@ -35,6 +35,7 @@ _REFUSED_SETTINGS = {
     "request would not follow from its seed",
     "rejection_sampler_config": "changes which tokens of a draft are accepted, and with them the policy that is sampled",
 }
+_FUSION = "ascend_fusion_config"
 _BY_KEY = "use the key generate_config.{}"
 _BY_ROLLOUT = "weights, samples and log-probabilities of a rollout depend on it"
 #: arguments of vLLM's engine that keys of this suite decide, or that its rollouts rely on -> what to do
@@ -319,6 +320,9 @@ def _engine_settings(run: Run) -> Iterator[Broken]:
     for name, reason in _REFUSED_SETTINGS.items():
         if additional.get(name):
             yield _own_setting(f"additional_config.{name}", f"{reason}; remove it")
+    if generate.quantization is not None and _FUSION in additional:
+        problem = "is set by this suite where generate_config.quantization is: fused kernels take experts in the NZ layout only"
+        yield _own_setting(f"additional_config.{_FUSION}", f"{problem}; remove it")
     if run.config.platform == "npu" and generate.kv_cache_dtype != "auto":
         text = "[kv_cache_dtype:is] is not available on npu: vllm-ascend's attention writes keys and values as they are"
         yield violate("npu_kv_cache_dtype", text, {"kv_cache_dtype": "auto"})
@@ -452,7 +456,10 @@ def _unlike_drafts(run: Run, is_model: bool) -> Iterator[Broken]:
         text = f"{key} cannot be combined with a draft model ({_DRAFTS}.model)"
         yield violate("speculative_config", text, _OFF, keys={key: "..."})
     if metadata is not None and metadata.shape.linear_heads:
-        text = "cannot be used with this model: its gated delta nets round drafts otherwise, and responses would change"
+        text = (
+            "cannot be used with this model: for drafts vLLM has other kernels of its gated delta nets (convolution and "
+            "recurrence), which round otherwise, and responses would change"
+        )
         yield violate("speculative_config", f"{_DRAFTS} {text}", _OFF, keys=_OFF)
 
 
@@ -462,24 +469,17 @@ def _quantization(run: Run) -> Iterator[Broken]:
     cfg, generate, key = run.config, run.generate, "generate_config.quantization"
     if generate.quantization is None:
         return
-    actor, metadata, drafts = cfg.with_shape("actor_config"), cfg.model_metadata.get("actor_config"), generate.drafts or {}
-    gated = metadata is not None and metadata.shape.linear_heads
-    nz = "vllm-ascend 0.23 lays int8 experts out in FRACTAL_NZ at load, which no weight sync can write; cpu has it"
-    is_npu, unseen = cfg.platform == "npu", "on npu: no run with vllm-ascend has proven its layout yet; cpu has it"
+    actor, drafts, is_npu = cfg.with_shape("actor_config"), generate.drafts or {}, cfg.platform == "npu"
     sizes = QUANTIZED_FORMATS[generate.quantization]
-    compiled = sizes.is_emulated and not generate.enforce_eager
+    compiled = sizes.is_emulated and not is_npu and not generate.enforce_eager
     for is_on, other, reason in (
         (cfg.platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
         (is_npu and sizes.absent_on_npu, None, f"on npu: {sizes.absent_on_npu}"),
         (compiled, "enforce_eager", "with enforce_eager (false): it is emulated by Python, which is not in compiled code"),
         (is_npu and generate.dtype == "float32", "dtype", "in float32 on npu: vllm-ascend has it for bfloat16"),
-        (is_npu and not _is_dense(run) and actor.num_experts, None, f"with the experts of this model on npu: {nz}"),
-        (is_npu and actor.multi_latent_attention, None, f"with latent attention {unseen}"),
-        (is_npu and gated, None, f"with the gated delta nets of this model {unseen}"),
-        (is_npu and cfg.reads_images, None, f"with a model of images {unseen}"),
         (
-            not _is_dense(run) and actor.num_experts and generate.enable_expert_parallel,
-            *("enable_expert_parallel", "with enable_expert_parallel, where engines share experts: no run has proven it yet"),
+            not is_npu and not _is_dense(run) and actor.num_experts and generate.enable_expert_parallel,
+            *("enable_expert_parallel", "with enable_expert_parallel, where engines share experts: only npu has it"),
         ),
         (generate.lora_push == "adapter", "lora_push", "next to an adapter; merged works"),
         (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),

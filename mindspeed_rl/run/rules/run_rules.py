@@ -615,7 +615,7 @@ def _mindspeed(run: Run) -> Iterator[Broken]:
     roles = {"actor_config": cfg.actor_config, "critic_config": cfg.critic_config} if cfg.platform == "npu" else {}
     for role, config in roles.items():
         # Muon excludes all of it, see above; other engines have an optimizer of their own
-        if config is None or config.optimizer == "muon" or config.engine != "megatron":
+        if config is None or config.optimizer == "muon" or config.computes_by_module:
             continue
         for name, other, value, reason in NEEDED_BY_MINDSPEED:
             if getattr(config, name) and getattr(config, other) != value:
@@ -787,7 +787,7 @@ def _generated_answers(run: Run) -> Iterator[Broken]:
     actor = run.config.actor_config
     metadata = run.config.model_metadata.get("actor_config")
     reasons = {
-        "it runs transformers' modules, without a cache (engine: megatron)": actor.engine != "megatron",
+        "it runs transformers' modules, without a cache (engine: megatron)": actor.computes_by_module,
         "a pass over one token cannot have sequence_parallel": actor.sequence_parallel and actor.tensor_model_parallel_size > 1,
         "a pass over one token cannot be split (context_parallel_size 1)": actor.context_parallel_size > 1,
         "its cache has no virtual stages (num_layers_per_virtual_pipeline_stage)": bool(
@@ -906,7 +906,7 @@ def _server(run: Run) -> Iterator[Broken]:
             {"actor_config.lora_target_modules": list(LORA_TARGETS)},
         )
     yield from _server_layout(run)
-    if actor.engine != "megatron":
+    if actor.computes_by_module:
         yield violate(
             "server_training_engine", "serve_config needs [actor_config.engine] megatron", {"actor_config.engine": "megatron"}
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.run import RunConfig
@@ -64,14 +64,12 @@ class _EngineLimits:
         role_keys: limits on keys of a role.
         run_keys: limits on keys of the run, by dotted name, where any role has the engine.
         without_effect: keys of a role that it does not read -> reason.
-        by_module: layers come from transformers' module.
         commands: commands that know only another engine's layers.
     """
 
     role_keys: Mapping[str, _KeyLimit] = field(default_factory=dict)
     run_keys: Mapping[str, _KeyLimit] = field(default_factory=dict)
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    by_module: bool = False
     commands: tuple[str, ...] = ()
 
 
@@ -132,7 +130,6 @@ _FSDP = _EngineLimits(
             "each device has all experts of a layer while it computes, by transformers' module",
         ),
     },
-    by_module=True,
     commands=("diff", "npu-cost"),
 )
 _MEGATRON = _EngineLimits(
@@ -153,11 +150,11 @@ def training_engine_rules(run: Run) -> Iterator[Broken]:
         role: MegatronConfig = getattr(cfg, group)
         engines[role.engine] = None
         yield from _check_keys(role.engine, f"{group}.", _LIMITS[role.engine].role_keys, role)
-        if computes_by_module(role):
+        if role.computes_by_module:
             yield from _check_devices(run, group, role)
             yield from _check_states(group, role)
         targets = role.lora_target_modules or []
-        if computes_by_module(role) and adapts_experts(targets) and cfg.with_shape(group).num_experts:
+        if role.computes_by_module and adapts_experts(targets) and cfg.with_shape(group).num_experts:
             key = f"{group}.lora_target_modules"
             kept = [name for name in targets if not adapts_experts([name])] or None
             yield violate("training_engine", f"[{key}] cannot be used with engine: {role.engine}: {_STACKED}", {key: kept})
@@ -208,7 +205,7 @@ def _check_states(group: str, role: MegatronConfig) -> Iterator[Broken]:
 def trains_other_family(cfg: RunConfig) -> bool:
     """Return True where the actor's model is of no family of the table, so that only transformers' module computes it."""
     metadata = cfg.model_metadata.get("actor_config")
-    if metadata is None or cfg.actor_config.engine == "megatron":
+    if metadata is None or not cfg.actor_config.computes_by_module:
         return False
     return not has_layers(read_json(Path(metadata.hf_folder, "config.json")))
 
@@ -239,15 +236,15 @@ def adapts_experts(targets: Iterable[str]) -> bool:
     return not {"linear_fc1", "linear_fc2"}.isdisjoint(targets)
 
 
+def list_common_values(engines: Iterable[str]) -> dict[str, Any]:
+    """Return the keys of a role that one of the engines limits, with values that each of them takes."""
+    return {name: limit.allowed[0] for engine in engines for name, limit in _LIMITS[engine].role_keys.items()}
+
+
 def find_idle_reason(role: MegatronConfig, name: str) -> str:
     """Return why the engine of a role does not read a key; empty where it does."""
     reason = _LIMITS[role.engine].without_effect.get(name)
     return "" if reason is None else f"engine is {role.engine}: {reason}"
-
-
-def computes_by_module(config: MegatronConfig) -> bool:
-    """Return True where the layers of a role come from transformers' module."""
-    return _LIMITS[config.engine].by_module
 
 
 def check_model_form(config: MegatronConfig, architecture: ModelFamily, model_config: ModelConfig) -> None:
@@ -256,7 +253,7 @@ def check_model_form(config: MegatronConfig, architecture: ModelFamily, model_co
     Raises:
         ValueError: it does not.
     """
-    if not computes_by_module(config):
+    if not config.computes_by_module:
         return
     if architecture.module_obstacle:
         raise ValueError(

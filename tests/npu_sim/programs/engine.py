@@ -66,6 +66,8 @@ MODELS = {
     "qwen2_yarn": QWEN2_YARN,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_moe_16": QWEN3_MOE | {"num_experts": 16},
+    # a 950's scales of MXFP8 experts come in pairs: of 64 columns
+    "qwen3_moe_blocks": QWEN3_MOE | {"moe_intermediate_size": 64},
     "deepseek3": DEEPSEEK3,
     "deepseek3_latent": DEEPSEEK3_LATENT,
     "deepseek3_dense": DEEPSEEK3_DENSE,

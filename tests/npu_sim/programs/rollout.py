@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import MODELS
+from quantized_reference import QuantizedSync, quantize_float32, quantize_reference
 from ranks import rank_settings, report
 
 PROMPTS = ([11, 12, 13, 14, 15], [40, 41], [7] * 20, [100, 3, 9, 77, 5, 61, 33])
@@ -36,19 +37,6 @@ def keep_float32() -> None:
             return getattr(torch, name)
 
     mla_v1.torch = Torch("torch")
-
-
-def in_int8(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """A matrix as int8 with a scale for each row, in the matrix' own format as vllm-ascend stores it."""
-    scales = (weight.float().abs().amax(1, keepdim=True) / 127).to(weight.dtype)
-    return [(name, torch.round(weight.float() / scales.float()).to(torch.int8)), (f"{name}_scale", scales)]
-
-
-def product_in_int8(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    (_, weight), (_, scales) = in_int8("", layer.weight.data)
-    x_scales = inputs[0].abs().amax(-1, keepdim=True) / 127
-    product = torch.round(inputs[0] / x_scales) @ weight.float().t() * x_scales * scales[:, 0].float()
-    return product if layer.bias is None else product + layer.bias
 
 
 def decode(reference: Any, prompt: list[int], sampling: Any, end: int) -> list[int]:
@@ -140,6 +128,8 @@ def main() -> None:
         path = folder / config.expert_map_path
         path.write_text(write_expert_map(settings["experts_of_devices"]))
         config = dataclasses.replace(config, **{"expert_map_path": str(path)})
+    if config.quantization and torch_dtype == torch.float32:
+        quantize_float32()
     engine = VllmEngine(
         folder,
         config,
@@ -158,6 +148,8 @@ def main() -> None:
         free, total = torch.npu.mem_get_info()
         return (total - free) >> 20
 
+    sync, proven = QuantizedSync(engine, str(config.quantization), torch_dtype, tp * settings.get("sharing", 1)), []
+
     def push(version: int, scale: float = 1.0) -> None:
         from safetensors.torch import load_file
 
@@ -165,16 +157,15 @@ def main() -> None:
         scaled = lambda name: scale if "mlp" in name else 1.0  # noqa: E731
         changed = {name: (t * scaled(name)).to(torch_dtype) for name, t in tensors.items()}
         if config.quantization:
-            changed |= {new: t for name, old in changed.items() if "_proj.weight" in name for new, t in in_int8(name, old)}
-        engine.load_weights(((name, t.to("npu")) for name, t in changed.items()), version)
+            proven.append(sync.load(changed, version))
+        else:
+            engine.load_weights(((name, t.to("npu")) for name, t in changed.items()), version)
 
     def sample_tokens() -> list[tuple[list[int], list[float]]]:
         return [(completion.token_ids, completion.log_probs) for completion in engine.generate(requests)]
 
-    if config.quantization:  # the reference computes as int8 is defined
-        for name, module in reference.named_modules():
-            if name.endswith("_proj"):
-                module.register_forward_hook(product_in_int8)
+    if config.quantization:  # the reference computes as the format is defined
+        quantize_reference(reference, config.quantization, torch_dtype)
     result: dict[str, object] = {"built_mib": used()}
     engine.restore_memory("weights")
     push(0)
@@ -229,6 +220,8 @@ def main() -> None:
         result["same_alone"] = alone[0].token_ids == first[1][0]
     drifts = gaps(first, 1.0)
     result["worst"], result["mean"] = max(drifts), sum(drifts) / len(drifts)
+    sampled = [value for _, log_probs in first for value in log_probs]
+    result["mean_log_prob"] = sum(sampled) / max(len(sampled), 1)
     # vLLM applies min_p to no draft
     cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.0 if "drafts" in settings else 0.05))
     result["worst_cut"] = max(gaps([(completion.token_ids, completion.log_probs) for completion in cut], 0.7))
@@ -253,6 +246,8 @@ def main() -> None:
     push(9, 3.0)
     engine.restore_memory("cache")
     result["other_weights_differ"] = sample_tokens() != first
+    if config.quantization:
+        result |= {"proven": proven, "in_bytes": sync.list_types(), "damage": sync.find_damage()}
     import simulator
 
     result["calls"] = {name: count for name, count in simulator.calls.items() if not name.startswith("aten::")}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from quantized_reference import QuantizedSync, quantize_float32, quantize_reference
 from ranks import rank_settings, report
 
 NEW_TOKENS = 6
@@ -17,7 +18,8 @@ NEW_TOKENS = 6
 
 def main() -> None:
     """One engine, whose prompts have images and videos, none, one and several."""
-    family = rank_settings()["model"]
+    settings = rank_settings()
+    family, quantization = settings["model"], settings.get("quantization")
     os.environ["MINDSPEED_RL_VISION"] = "1"
     from mindspeed_rl import adaptors, platform
     from mindspeed_rl.config import GenerateConfig
@@ -68,12 +70,21 @@ def main() -> None:
         enable_prefix_caching=False,
         limit_mm_image_per_prompt=2,
         limit_mm_video_per_prompt=2,
+        quantization=quantization,
     )
+    if quantization:
+        quantize_float32()
     engine = VllmEngine(folder, config, Sampling(1.0, NEW_TOKENS, (1,)), run_id="v", kv_bytes_per_token=4096, image_rules=rules)
     engine.restore_memory("weights")
-    engine.load_weights(((name, t.to("npu")) for name, t in load_file(folder / "model.safetensors").items()), 0)
+    weights, sync, proven = load_file(folder / "model.safetensors"), QuantizedSync(engine, str(quantization), torch.float32), []
+    if quantization:
+        proven = [sync.load(weights, version) for version in range(2)]
+    else:
+        engine.load_weights(((name, t.to("npu")) for name, t in weights.items()), 0)
     engine.restore_memory("cache")
     reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if quantization:
+        quantize_reference(reference, quantization, torch.float32)
     start, end = rules.frame
     marks = {"i": [start, rules.token_id, end], "v": [start, rules.video.token_id, end]}
     worst = {}
@@ -106,7 +117,9 @@ def main() -> None:
         worst[kinds] = float((expected - torch.tensor(completion.log_probs)).abs().max())
     import simulator
 
-    report({"worst": worst, "calls": {name: number for name, number in simulator.calls.items() if name.startswith("npu::")}})
+    calls = {name: number for name, number in simulator.calls.items() if name.startswith("npu::")}
+    quantized = {"proven": proven, "in_bytes": sync.list_types(), "damage": sync.find_damage()} if quantization else {}
+    report({"worst": worst, "calls": calls} | quantized)
 
 
 if __name__ == "__main__":

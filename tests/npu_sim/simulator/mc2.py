@@ -30,7 +30,7 @@ _INT8, _INT64 = 0, 5
 MOST_TOKENS, MOST_CHOICES, MOST_EXPERTS = 512, 16, 1024
 #: settings of the operators that stand for parts which are not simulated -> the value that leaves them out
 _LEFT_OUT: dict[str, tuple[object, ...]] = {
-    "scales": (None,), "elastic_info": (None,), "performance_info": (None,), "quant_mode": (0,), "comm_quant_mode": (0,),
+    "scales": (None,), "elastic_info": (None,), "performance_info": (None,), "quant_mode": (0, 2), "comm_quant_mode": (0,),
     "shared_expert_rank_num": (0,), "expert_shard_type": (0,), "tp_world_size": (0, 1), "comm_alg": ("",),
     "zero_expert_num": (0,), "copy_expert_num": (0,), "const_expert_num": (0,), "y_dtype": (None,), "x_dtype": (None,),
     "scales_dtype": (None,), "activation_scale": (None,), "weight_scale": (None,), "group_list": (None,),
@@ -171,6 +171,13 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8).reshape(len(tensor), tensor.shape[1] * tensor.element_size())
 
 
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows in int8, and the scale of each: max |row| / 127."""
+    scales = x.float().abs().amax(-1) / 127
+    # a row of zeros has the scale 0
+    return torch.round(x.float() / scales.where(scales > 0, 1.0)[..., None]).to(torch.int8), scales
+
+
 def _dispatch(number: int, operator: str) -> Callable[..., tuple[Tensor, ...]]:
     is_v2 = operator.endswith("_v2")
 
@@ -184,10 +191,10 @@ def _dispatch(number: int, operator: str) -> Callable[..., tuple[Tensor, ...]]:
             x: [BS, H].
             expert_ids: [BS, K] int32.
             settings: x_active_mask [BS], global_bs (0: all devices have BS tokens), expert_token_nums_type (0: sums so far,
-                1: counts), expert_scales [BS, K] (returned for each row).
+                1: counts), expert_scales [BS, K] (returned for each row), quant_mode (2: rows are sent in int8).
 
         Returns:
-            [A, H] rows with A = global_bs min(experts of a device, K); scales of a quantization; where each row came from,
+            [A, H] rows with A = global_bs min(experts of a device, K); scale of each row in int8; where each row came from,
             [A * 128] of (device, token, choice), before V2 [BS K] the place of each choice among those of its expert; rows of
             each expert; sums of the rows so far by expert and device; of tensor parallelism; weights of the rows.
         """
@@ -206,7 +213,9 @@ def _dispatch(number: int, operator: str) -> Callable[..., tuple[Tensor, ...]]:
         scales = settings.get("expert_scales")
         weights = torch.ones(active, choices) if scales is None else scales[:active].float()
         origins = torch.stack([torch.full_like(order, group.rank), order // choices, order % choices], 1).int()
-        parts = (x[order // choices], origins, weights.flatten()[order][:, None])
+        sent, row_scales = quantize_rows(x) if settings.get("quant_mode") == 2 else (x, torch.zeros(tokens))
+        by_row = torch.stack([weights.flatten()[order], row_scales[order // choices]], 1)
+        parts = (sent[order // choices], origins, by_row)
         rows = torch.cat([_as_bytes(part) for part in parts], 1)
         arrived = group.exchange(rows, counts.view(group.size, local).sum(1).tolist(), mine.sum(1).tolist())
         # by device and expert -> by expert and device
@@ -214,11 +223,11 @@ def _dispatch(number: int, operator: str) -> Callable[..., tuple[Tensor, ...]]:
         ordered = torch.cat([device[expert] for expert in range(local) for device in blocks])
         total = len(ordered)
         most = _global_tokens(step, group) * min(local, choices)
-        out = torch.full((most, width), float("nan"), dtype=x.dtype)
-        end = width * x.element_size()
-        out[:total] = ordered[:, :end].contiguous().view(x.dtype)
-        kept = torch.full((most,), float("nan"))
-        kept[:total] = ordered[:, end + 12 :].contiguous().view(torch.float32)[:, 0]
+        out = torch.full((most, width), float("nan")).to(sent.dtype)
+        end = width * sent.element_size()
+        out[:total] = ordered[:, :end].contiguous().view(sent.dtype)
+        kept, dynamic = torch.full((2, most), float("nan"))
+        kept[:total], dynamic[:total] = ordered[:, end + 12 :].contiguous().view(torch.float32).t()
         if is_v2:
             info = torch.full((max(tokens * choices, most * 128),), -1, dtype=torch.int32)
             info[: 3 * total] = ordered[:, end : end + 12].contiguous().view(torch.int32).flatten()
@@ -230,7 +239,7 @@ def _dispatch(number: int, operator: str) -> Callable[..., tuple[Tensor, ...]]:
         sums = settings.get("expert_token_nums_type", 1) == 0
         return (
             out,
-            torch.zeros(most),
+            dynamic,
             info,
             per_expert.cumsum(0) if sums else per_expert,
             mine.t().flatten().cumsum(0).int(),

@@ -6,7 +6,8 @@
 | `npu::npu_fused_infer_attention_score` (TND, paged or not, also latent attention's) | aclnnFusedInferAttentionScore |
 | `npu::npu_fused_infer_attention_score_v2`, `npu::npu_kv_rmsnorm_rope_cache` | the aclnn kernels of latent attention |
 | `npu::npu_interleave_rope`, `npu::npu_transpose_batchmatmul` | the same |
-| `npu::npu_dynamic_quant`, `npu::npu_quant_matmul` | the aclnn kernels of int8 products |
+| `npu::npu_dynamic_quant`, `npu::npu_quant_matmul` | the aclnn kernels of int8 products, of the second also of MXFP8 |
+| `npu::npu_dynamic_mx_quant`, `npu::npu_grouped_matmul_swiglu_quant_v2` | the aclnn kernels of MXFP8 of a 950 |
 | `npu::npu_top_k_top_p` | the aclnn kernel of sampling from fewer tokens |
 | `npu::npu_grouped_matmul`, `npu::npu_moe_token_permute`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
 | `npu::npu_all_gather_base_mm`, `npu::npu_mm_reduce_scatter_base` | see `parallel_products` |
@@ -16,6 +17,7 @@
 | `npu::npu_moe_init_routing_v2`, `npu::npu_moe_gating_top_k` | a 950's, for vllm-ascend's own operators of experts |
 | `_C_ascend::bgmv_*`, `_C_ascend::sgmv_*` | vllm-ascend's products with adapters |
 | `_C_ascend::moe_gating_top_k`, `_C_ascend::npu_moe_init_routing_custom` | vllm-ascend's own operators of experts |
+| `_C_ascend::npu_dequant_swiglu_quant` | the same, of experts in int8 |
 | `vllm::triton_split_qkv_rmsnorm_mrope` | vllm-ascend's Triton kernel of attention with norms and three rotary axes |
 | models that run as they are written | torch's compiler, which vLLM calls for `enforce_eager: false` |
 | slot mapping of the block table | vLLM's Triton kernel `_compute_slot_mapping_kernel`, for one context-parallel rank |
@@ -421,9 +423,12 @@ def _init_routing(
     expert_tokens_num_flag: bool = False, quant_mode: int = -1, active_expert_range: list[int] | None = None,
     row_idx_type: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Rows sorted by expert; where each (token, choice) went, -1 for experts of other ranks; rows of each own expert."""
-    if scale is not None or quant_mode != -1 or drop_pad_mode != 0 or expert_tokens_num_type != 1 or row_idx_type != 0:
-        raise RuntimeError("npu_moe_init_routing: quantized rows, capacities and other counts are not simulated")
+    """Rows sorted by expert; where each (token, choice) went, -1 for experts of other ranks; rows of each own expert.
+
+    With quant_mode 1 rows are in int8 and the last result is the scale of each, with 3 they are in MXFP8 with [rows, scales].
+    """
+    if scale is not None or quant_mode not in (-1, 1, 3) or drop_pad_mode or expert_tokens_num_type != 1 or row_idx_type:
+        raise RuntimeError("npu_moe_init_routing: other quantized rows, capacities and other counts are not simulated")
     first, end = active_expert_range or [0, expert_num]
     experts = expert_idx.flatten().long()
     mine = (experts >= first) & (experts < end)
@@ -433,6 +438,12 @@ def _init_routing(
     places = torch.full((experts.numel(),), -1, dtype=torch.int32)
     places[order] = torch.arange(order.numel(), dtype=torch.int32)
     counts = torch.bincount(experts[mine] - first, minlength=end - first)
+    if quant_mode == 1:
+        rows, scales = _dynamic_quant(rows)
+        return rows, places, counts, scales
+    if quant_mode == 3:
+        rows, scales = _dynamic_mx_quant(rows, dst_type=torch.float8_e4m3fn)
+        return rows, places, counts, scales.flatten(1)
     return rows, places, counts, torch.zeros(experts.numel())
 
 
@@ -478,21 +489,144 @@ def _token_permute(
 
 
 def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **settings: Any) -> list[Tensor]:
-    """Each group of rows times its own matrix; one tensor of rows and one of matrices."""
-    known = ("bias", "split_item", "group_list", "group_type", "group_list_type")
+    """Each group of rows times its own matrix; one tensor of rows and one of matrices.
+
+    Of int8 rows and matrices the sums are whole numbers, the result itself (int32), or times a scale of each column of each
+    matrix and one of each row: y = (x @ weight) scale per_token_scale.
+    """
+    known = ("bias", "split_item", "group_list", "group_type", "group_list_type", "scale", "per_token_scale", "output_dtype")
+    known += ("scale_dtype", "per_token_scale_dtype")
     refused = [name for name, value in settings.items() if value is not None and name not in known]
     if refused or len(x) != 1 or len(weight) != 1 or settings.get("group_type") != 0:
         raise RuntimeError(f"npu_grouped_matmul: this form is not simulated ({', '.join(refused) or 'several tensors'})")
     (rows,), (matrices,), bias = x, weight, settings.get("bias")
+    scale, token_scale = settings.get("scale") or [None], settings.get("per_token_scale") or [None]
+    if rows.dtype == torch.float8_e4m3fn:
+        _check_mx("npu_grouped_matmul", settings, "scale_dtype", "per_token_scale_dtype")
+        rows, matrices = _decode_mx(rows, token_scale[0]), _decode_mx(matrices, scale[0], columns=True)
+        scale = [None]
+    is_quantized, kind = rows.dtype == torch.int8, _read_dtype(settings.get("output_dtype"))
+    if is_quantized != (matrices.dtype == torch.int8) or (is_quantized and bias) or not (is_quantized or scale[0] is None):
+        raise RuntimeError(f"npu_grouped_matmul: rows of {rows.dtype} with matrices of {matrices.dtype} are not simulated")
+    if is_quantized and (scale[0] is None) != (kind == torch.int32):
+        raise RuntimeError(f"npu_grouped_matmul: int8 rows without scales give int32, with scales numbers, and not {kind}")
     counts = settings["group_list"].long()
     if settings.get("group_list_type") == 0:
         counts = counts.diff(prepend=torch.zeros(1, dtype=torch.long))
-    out, start = torch.zeros(len(rows), matrices.shape[-1]), 0
+    sums = torch.float64 if is_quantized or rows.dtype == torch.float64 else torch.float32
+    out, start = torch.zeros(len(rows), matrices.shape[-1], dtype=sums), 0
     for group, count in enumerate(counts.tolist()):
-        part = rows[start : start + count].float() @ matrices[group].float()
+        part = rows[start : start + count].to(sums) @ matrices[group].to(sums)
+        if scale[0] is not None:
+            part = part * scale[0][group].double() * token_scale[0][start : start + count, None].double()
         out[start : start + count] = part if not bias else part + bias[0][group].float()
         start += count
-    return [out.to(rows.dtype)]
+    return [out.to(kind or rows.dtype)]
+
+
+#: the dispatcher gives types by their numbers, torch_npu some by numbers of its own
+_DTYPES = {1: torch.int8, 3: torch.int32, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16, 24: torch.float8_e4m3fn}
+_DTYPES |= {44: torch.float8_e8m0fnu, 292: torch.float8_e4m3fn, 293: torch.float8_e8m0fnu}
+
+
+def _read_dtype(dtype: Any) -> Any:
+    return _DTYPES.get(dtype, dtype)
+
+
+def _check_mx(name: str, settings: dict[str, Any], *types: str) -> None:
+    given = [_read_dtype(settings.get(kind)) for kind in types]
+    if any(kind != torch.float8_e8m0fnu for kind in given):
+        raise RuntimeError(f"{name}: 8-bit floats have scales in float8_e8m0fnu, and not in {given}")
+
+
+def _decode_mx(elements: Tensor, scales: Tensor, *, columns: bool = False) -> Tensor:
+    """Numbers of MX elements with a power of two for each 32 of them, in float64.
+
+    Args:
+        elements: [..., rows, K] E4M3, with `columns` [..., K, N].
+        scales: [..., rows, ceil(K / 64), 2] exponents + 127, with `columns` [..., ceil(K / 64), N, 2].
+    """
+    if elements.dtype != torch.float8_e4m3fn or scales.dtype != torch.uint8:
+        raise RuntimeError(f"MX elements of {elements.dtype} with scales of {scales.dtype} are not simulated")
+    numbers = elements.double().transpose(-1, -2) if columns else elements.double()
+    powers = torch.exp2(scales.double() - 127)
+    powers = (powers.transpose(-2, -3) if columns else powers).flatten(-2)
+    expected = (*numbers.shape[:-1], -(-numbers.shape[-1] // 64) * 2)
+    if powers.shape != expected:
+        raise RuntimeError(f"scales {tuple(scales.shape)} do not fit MX elements {tuple(elements.shape)}")
+    numbers = numbers * powers.repeat_interleave(32, -1)[..., : numbers.shape[-1]]
+    return numbers.transpose(-1, -2) if columns else numbers
+
+
+def _dynamic_mx_quant(x: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Each 32 numbers of a row in E4M3 with a power of two: 2^(floor(log2(largest)) - 8), of the OCP MX specification.
+
+    Returns:
+        Elements like x, and exponents + 127, [..., ceil(K / 64), 2]; a last one without numbers is 0.
+    """
+    expected = {"axis": -1, "round_mode": "rint", "block_size": 32, "scale_alg": 0, "dst_type_max": 0.0, "max_low_bound": 0.0}
+    refused = [name for name, value in settings.items() if name != "dst_type" and value != expected[name]]
+    if refused or _read_dtype(settings.get("dst_type")) != torch.float8_e4m3fn:
+        raise RuntimeError(f"npu_dynamic_mx_quant: this form is not simulated ({settings})")
+    width = x.shape[-1]
+    rows = torch.nn.functional.pad(x.double(), (0, -width % 64)).unflatten(-1, (-1, 32))
+    largest = rows.abs().amax(-1)
+    exponents = torch.floor(torch.log2(largest.clamp(min=2.0**-119))) - 8
+    elements = (rows * torch.exp2(-exponents)[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    stored = (exponents + 127).to(torch.uint8)
+    if -(-width // 32) % 2:
+        stored[..., -1] = 0
+    return elements.flatten(-2)[..., :width].contiguous(), stored.unflatten(-1, (-1, 2))
+
+
+def _grouped_matmul_swiglu_quant_v2(
+    x: Tensor, weight: list[Tensor], weight_scale: list[Tensor], x_scale: Tensor, group_list: Tensor, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """MX rows times the matrix of their group, silu(left) right of the sums, in MX again.
+
+    Args:
+        group_list: [groups] ends of the groups' rows.
+    """
+    name = "npu_grouped_matmul_swiglu_quant_v2"
+    known = {"dequant_mode": 2, "quant_mode": 2, "dequant_dtype": torch.float32, "quant_dtype": torch.float8_e4m3fn}
+    settings = {"dequant_dtype": torch.float32} | settings
+    given = {key: _read_dtype(value) for key, value in settings.items() if value is not None and "scale_dtype" not in key}
+    if {key: given.pop(key, None) for key in known} != known or any(given.values()) or x.dtype != torch.float8_e4m3fn:
+        raise RuntimeError(f"{name}: this form is not simulated ({settings} of {x.dtype})")
+    _check_mx(name, settings, "weight_scale_dtype", "x_scale_dtype")
+    rows, matrices = _decode_mx(x, x_scale), _decode_mx(weight[0], weight_scale[0], columns=True)
+    sums, start = torch.zeros(len(rows), matrices.shape[-1]), 0
+    for group, end in enumerate(group_list.tolist()):
+        sums[start:end], start = (rows[start:end] @ matrices[group]).float(), end
+    left, right = sums.chunk(2, -1)
+    return _dynamic_mx_quant(torch.nn.functional.silu(left) * right, dst_type=torch.float8_e4m3fn)
+
+
+def _dequant_swiglu_quant(
+    x: Tensor, *, weight_scale: Tensor | None = None, activation_scale: Tensor | None = None, bias: Tensor | None = None,
+    quant_scale: Tensor | None = None, quant_offset: Tensor | None = None, group_index: Tensor | None = None,
+    activate_left: bool = True, quant_mode: int = 0, swiglu_mode: int = 0, **settings: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """silu(left) right of x weight_scale activation_scale, each row in int8 again with a scale of its own.
+
+    Mode 1 is the same where nothing is clamped: of vllm-ascend's kernel both have the halves one after the other.
+
+    Args:
+        x: [T, 2H] int32, rows sorted by group.
+        weight_scale: [groups, 2H] float32, of one group [2H]; activation_scale [T] float32.
+        group_index: [groups] rows of each group.
+    """
+    given = [name for name, value in settings.items() if value != {"glu_alpha": 1.0}.get(name, 0.0)]
+    given += [name for name, value in (("bias", bias), ("scale", quant_scale), ("offset", quant_offset)) if value is not None]
+    if given or x.dtype != torch.int32 or not activate_left or quant_mode != 1 or weight_scale is None or group_index is None:
+        raise RuntimeError(f"npu_dequant_swiglu_quant: this form is not simulated ({', '.join(given)})")
+    counts = group_index.long()
+    owners = torch.arange(len(counts)).repeat_interleave(counts)
+    rows = x[: len(owners)].float() * weight_scale.view(len(counts), -1)[owners] * activation_scale[: len(owners), None]
+    left, right = rows.chunk(2, -1)
+    out, scales = torch.zeros(len(x), x.shape[1] // 2, dtype=torch.int8), torch.zeros(len(x))
+    out[: len(owners)], scales[: len(owners)] = _dynamic_quant(torch.nn.functional.silu(left) * right)
+    return out, scales
 
 
 def _dynamic_quant(x: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -500,21 +634,36 @@ def _dynamic_quant(x: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     refused = [name for name, value in settings.items() if value is not None and name != "dst_type"]
     if refused or settings.get("dst_type", torch.int8) not in (torch.int8, 1):
         raise RuntimeError(f"npu_dynamic_quant: this form is not simulated ({settings})")
-    scales = x.float().abs().amax(-1) / 127
-    return torch.round(x.float() / scales[..., None]).to(torch.int8), scales
+    return mc2.quantize_rows(x)
 
 
 def _quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **settings: Any) -> Tensor:
-    """Rows with a scale of a token each times columns with a scale of a channel each."""
+    """Rows with a scale of a token each times columns with a scale of a channel each; in int32 the products without scales."""
     known = ("pertoken_scale", "bias", "output_dtype")
+    if x1.dtype == torch.float8_e4m3fn:
+        return _quant_matmul_mx(x1, x2, scale, **settings)
     refused = [name for name, value in settings.items() if value is not None and name not in known]
     if refused or x1.dtype != torch.int8 or x2.dtype != torch.int8 or not x2.is_contiguous() or scale.dim() != 1:
         raise RuntimeError(f"npu_quant_matmul: this form is not simulated ({', '.join(refused)})")
+    if _read_dtype(settings.get("output_dtype")) == torch.int32:
+        if settings.get("pertoken_scale") is not None or settings.get("bias") is not None:
+            raise RuntimeError("npu_quant_matmul: scales of tokens and a bias with results in int32 are not simulated")
+        return (x1.double() @ x2.double()).int()
     out = (x1.float() @ x2.float()) * settings["pertoken_scale"][:, None] * scale.float()
     out = out if settings.get("bias") is None else out + settings["bias"].float()
-    # the dispatcher gives types by their numbers
-    types = {6: torch.float32, 15: torch.bfloat16}
-    return out.to(types.get(settings.get("output_dtype"), settings.get("output_dtype")))
+    return out.to(_read_dtype(settings.get("output_dtype")))
+
+
+def _quant_matmul_mx(x1: Tensor, x2: Tensor, scale: Tensor, **settings: Any) -> Tensor:
+    """MX rows [M, K] times MX columns [K, N], with scales [M, ceil(K / 64), 2] and [ceil(K / 64), N, 2]."""
+    known = ("pertoken_scale", "bias", "output_dtype", "scale_dtype", "pertoken_scale_dtype", "group_sizes")
+    refused = [name for name, value in settings.items() if value is not None and name not in known]
+    if refused or list(settings.get("group_sizes") or ()) != [1, 1, 32]:
+        raise RuntimeError(f"npu_quant_matmul: this form is not simulated ({', '.join(refused)})")
+    _check_mx("npu_quant_matmul", settings, "scale_dtype", "pertoken_scale_dtype")
+    out = _decode_mx(x1, settings["pertoken_scale"]) @ _decode_mx(x2, scale, columns=True)
+    out = out if settings.get("bias") is None else out + settings["bias"].double()
+    return out.to(_read_dtype(settings.get("output_dtype")))
 
 
 # ---------------------------------------------------------------- adapters
@@ -572,7 +721,9 @@ KERNELS = {
     "_npu_fused_infer_attention_score_get_max_workspace": _workspace,
     "_npu_fused_infer_attention_score_v2_get_max_workspace": _workspace,
     "npu_dynamic_quant": _dynamic_quant,
+    "npu_dynamic_mx_quant": _dynamic_mx_quant,
     "npu_quant_matmul": _quant_matmul,
+    "npu_grouped_matmul_swiglu_quant_v2": _grouped_matmul_swiglu_quant_v2,
     "npu_fused_infer_attention_score": _infer_attention,
     "npu_fused_infer_attention_score_v2": _infer_attention_v2,
     "npu_interleave_rope": _interleave_rope,
@@ -611,6 +762,12 @@ _CUSTOM = {
         "bool expert_tokens_num_flag=False, int quant_mode=-1, int[]? active_expert_range=None, int row_idx_type=0) "
         "-> (Tensor, Tensor, Tensor, Tensor)",
         _init_routing,
+    ),
+    "npu_dequant_swiglu_quant": (
+        "(Tensor x, *, Tensor? weight_scale=None, Tensor? activation_scale=None, Tensor? bias=None, Tensor? quant_scale=None, "
+        "Tensor? quant_offset=None, Tensor? group_index=None, bool activate_left=True, int quant_mode=0, int swiglu_mode=0, "
+        "float clamp_limit=0.0, float glu_alpha=1.0, float glu_bias=0.0) -> (Tensor, Tensor)",
+        _dequant_swiglu_quant,
     ),
 }
 

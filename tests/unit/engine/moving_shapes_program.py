@@ -1,7 +1,7 @@
 # ruff: noqa: E402  (Megatron must be imported after the adaptors)
 """Run by one process: a tiny Qwen3-VL learns to name the direction in which a square moves in a video.
 
-A single frame does not show it: the square is anywhere in all of them. usage: moving_shapes_program.py FOLDER STEPS. Prints
+Opposite directions have the same frames in reverse order. usage: moving_shapes_program.py FOLDER STEPS. Prints
 the accuracy on held-out videos before and after.
 """
 

@@ -1,4 +1,4 @@
-"""A tiny task of videos: the direction in which a square moves, which no single frame shows."""
+"""A tiny task of videos: the direction in which a square moves, which the order of its frames shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_tiny_model_learns_the_direction_of_moving_squares(tmp_path: Path) -> 
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     program = Path(__file__).with_name("moving_shapes_program.py")
-    command = [sys.executable, str(program), str(tmp_path), "320"]
+    command = [sys.executable, str(program), str(tmp_path), "240"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(900))
     assert done.returncode == 0, done.stderr[-3000:]
     before, after = json.loads(done.stdout.splitlines()[-1])

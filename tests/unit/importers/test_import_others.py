@@ -155,8 +155,9 @@ def test_slime_without_colocation_has_servers_and_its_second_script_is_one_rollo
         ("--rollout-top-p 0.9", "log-probs over the sampled nucleus"),
         ("--enable-mtp-training", "it needs --mtp-num-layers"),
         ("--custom-generate-function-path a.b", "a function in slime's form"),
-        ("--sglang-quantization fp8", "a rollout engine in fp8; int8 is available.*kv_cache_dtype"),
+        ("--sglang-quantization fp8", "a rollout engine in fp8; int8 and mxfp8 are available.*kv_cache_dtype"),
         ("--sglang-quantization w8a8_int8", "importance_sampling would be token_truncate"),
+        ("--sglang-quantization w4afp8", "a rollout engine in w4afp8: int4 weights with activations in fp8"),
     ],
 )
 def test_slime_features_that_are_missing_are_named(options: str, feature: str) -> None:
@@ -187,11 +188,35 @@ def test_tokens_that_end_a_response_of_slime_and_fp8_have_their_places() -> None
     fail("slime", f"{command} --fp8-format e4m3 --fp8-recipe blockwise", match)
 
 
-def test_slime_s_int8_engine_and_fp8_cache_are_keys_here() -> None:
-    engine = "--sglang-quantization w8a8_int8 --sglang-kv-cache-dtype fp8_e4m3"
+@pytest.mark.parametrize(("name", "ours"), [("w8a8_int8", "int8"), ("mxfp8", "mxfp8")])
+def test_slime_s_quantized_engine_and_fp8_cache_are_keys_here(name: str, ours: str) -> None:
+    engine = f"--sglang-quantization {name} --sglang-kv-cache-dtype fp8_e4m3"
     command = SLIME + "--num-rollout 10 --global-batch-size 256 " + engine
     keys = take("slime", command, "importance_sampling").tree["generate_config"]
-    assert (keys["quantization"], keys["kv_cache_dtype"]) == ("int8", "fp8_e4m3")
+    assert (keys["quantization"], keys["kv_cache_dtype"]) == (ours, "fp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    ("folder", "method", "ours", "accept"),
+    [
+        ("/m/Qwen3-8B-FP8", None, None, "rollouts in fp8, which --hf-checkpoint has"),
+        ("own", "mxfp8", "mxfp8", ""),
+        ("own", "compressed-tensors", None, "rollouts in compressed-tensors"),
+        ("own", "", None, ""),
+    ],
+)
+def test_the_folder_of_slime_decides_the_format_of_its_rollouts(
+    folder: str, method: str | None, ours: str | None, accept: str, tmp_path: Path
+) -> None:
+    if method is not None:
+        folder = str(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}} if method else {}))
+    command = f"{SLIME}--num-rollout 10 --global-batch-size 256 ".replace("--hf-checkpoint m ", f"--hf-checkpoint {folder} ")
+    if accept:
+        fail("slime", command, f"weights would be float32 here, but is {accept}.*; --accept weights")
+    settings = ["weights"] if accept else ["importance_sampling"] if ours else []
+    engine = take("slime", command, *settings).tree["generate_config"]
+    assert (engine.get("quantization"), engine.get("enforce_eager")) == (ours, True if ours else None)
 
 
 def test_slime_trains_prediction_layers_apart_from_the_model() -> None:

@@ -183,6 +183,20 @@ def test_what_is_not_available_is_named(folder: Path, before: str, after: str, m
         run_import({before: after})
 
 
+def test_the_format_of_the_rollout_engine_is_a_key(folder: Path) -> None:
+    layout = "strategy_config: {tensor_parallel_size: 4}"
+
+    def run(more: str) -> Import:
+        return run_import({layout: layout.replace("4}", f"4, {more}}}")}, frozenset({"importance_sampling"}))
+
+    keys = run("quantization: mxfp8, kv_cache_dtype: fp8_e4m3").tree["generate_config"]
+    assert (keys["quantization"], keys["kv_cache_dtype"]) == ("mxfp8", "fp8_e4m3")
+    with pytest.raises(ConfigError, match="a rollout engine in fp8; int8 and mxfp8 are available"):
+        run("quantization: fp8")
+    with pytest.raises(ConfigError, match="another config.json for the engine"):
+        run("hf_overrides: {quantization_config: {quant_method: fp8}}")
+
+
 def test_the_mean_over_responses_that_train_is_accepted_by_name(folder: Path) -> None:
     changes = {"max_len_mask: false": "max_len_mask: true"}
     with pytest.raises(ConfigError, match="sequence, over the responses that train in ROLL; --accept aggregation"):

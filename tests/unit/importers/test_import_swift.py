@@ -35,9 +35,12 @@ def test_an_empty_word_after_an_option_is_its_value() -> None:
         imported('--system ""', GRPO.replace("models/base", "Qwen/Qwen2.5-7B-Instruct"))
 
 
-def test_a_rollout_in_int8_is_quantized_from_the_trained_weights_and_other_formats_are_refused_by_name() -> None:
-    assert imported("--vllm_quantization int8", accepted={"importance_sampling"}).get("generate_config.quantization") == "int8"
-    assert "a rollout engine in fp8; int8 is available" in refusal("--vllm_quantization fp8")
+def test_a_quantized_rollout_is_quantized_from_the_trained_weights_and_other_formats_are_refused_by_name() -> None:
+    for name in ("int8", "mxfp8"):
+        run = imported(f"--vllm_quantization {name}", accepted={"importance_sampling"})
+        assert run.get("generate_config.quantization") == name
+    assert "a rollout engine in fp8; int8 and mxfp8 are available" in refusal("--vllm_quantization fp8")
+    assert "activations in dtype" in refusal("--vllm_quantization experts_int8")
     arguments = json.dumps({"quantization": "ascend", "kv_cache_dtype": "fp8", "scheduling_policy": "fcfs"})
     keys = imported(f"--vllm_engine_kwargs '{arguments}'", accepted={"importance_sampling"}).tree["generate_config"]
     assert [keys[name] for name in ("quantization", "kv_cache_dtype", "engine_kwargs")] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -732,18 +733,45 @@ def test_prediction_layers_train_with_verls_weight_and_their_drafts_are_those_of
         assert name not in run.translated and "reads megatron_training.mtp_loss_scaling_factor" in run.without_effect[name]
 
 
-def test_a_rollout_in_int8_is_quantized_from_the_trained_weights_and_other_formats_are_refused_by_name() -> None:
+def test_a_quantized_rollout_has_the_format_that_verl_syncs_and_other_formats_are_refused_by_name(tmp_path: Path) -> None:
     corrected = {"importance_sampling"}  # by default here, and not there
     assert "importance_sampling would be token_truncate" in refusal(f"{R}.quantization=int8")
-    for name in ("int8", "ascend"):
-        assert imported(f"{R}.quantization={name}", accepted=corrected).get("generate_config.quantization") == "int8"
+    # verl calls npu_dynamic_mx_quant for the weights of an engine in "ascend"
+    for name, ours in {"int8": "int8", "ascend": "mxfp8", "mxfp8": "mxfp8"}.items():
+        assert imported(f"{R}.quantization={name}", accepted=corrected).get("generate_config.quantization") == ours
     assert imported(f"{R}.quantization=null").get("generate_config.quantization") is None
-    assert "a rollout engine in fp8; int8 is available" in refusal(f"{R}.quantization=fp8")
-    assert "quantized from a file" in refusal(f"{R}.quantization_config_file=q.json")
+    assert "a rollout engine in fp8; int8 and mxfp8 are available" in refusal(f"{R}.quantization=fp8")
+    assert "a rollout engine in w4afp8: int4 weights with activations in fp8" in refusal(f"{R}.quantization=w4afp8")
     vllm = f"+{R}.engine_kwargs.vllm."
     run = imported(f"{vllm}quantization=ascend {vllm}kv_cache_dtype=fp8", accepted=corrected)
-    assert values(run, "generate_config.quantization", "generate_config.kv_cache_dtype") == ["int8", "fp8"]
+    assert values(run, "generate_config.quantization", "generate_config.kv_cache_dtype") == ["mxfp8", "fp8"]
     assert "a rollout engine in fp8" in refusal(f"{vllm}quantization=fp8")
+
+
+@pytest.mark.parametrize(
+    ("matrices", "message"),
+    [
+        ({"q_proj": "W8A8_MXFP8", "kv_b_proj": "FLOAT"}, ""),
+        ({"q_proj": "W8A8_DYNAMIC"}, "matrices in W8A8_DYNAMIC; W8A8_MXFP8 is available"),
+        ({"q_proj": "W8A8_MXFP8", "o_proj": "FLOAT"}, "1 matrices that stay in dtype, such as model.layers.0.self_attn.o_proj"),
+        ("none", "a rollout engine whose matrices a file describes: .* has no q.json"),
+        ("[", "q.json is not valid JSON"),
+    ],
+)
+def test_a_description_of_quantized_matrices_is_read(tmp_path: Path, matrices: dict[str, str] | str, message: str) -> None:
+    path = tmp_path / "q.json"
+    if isinstance(matrices, dict):
+        described = {f"model.layers.0.self_attn.{name}.weight": kind for name, kind in matrices.items()}
+        path.write_text(json.dumps({"lm_head.weight": "FLOAT", "quant_method": "ascend"} | described))
+    elif matrices != "none":
+        path.write_text(matrices)
+    options = f"{R}.quantization=ascend {R}.quantization_config_file={path}"
+    if message:
+        assert re.search(message, refusal(options))
+    else:
+        run = imported(options, accepted={"importance_sampling"})
+        assert run.get("generate_config.quantization") == "mxfp8"
+        assert "its matrices are those" in run.without_effect[f"{R}.quantization_config_file"]
 
 
 def test_an_unknown_option_may_be_left_out_by_the_user() -> None:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import contract
 
-from mindspeed_rl.adaptors import mindspeed, vllm_ascend
+from mindspeed_rl.adaptors import mindspeed, vllm_ascend, vllm_ascend_quantized
 from mindspeed_rl.cli.doctor import variables as doctor_variables
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.run.draft import load_run
@@ -116,7 +116,7 @@ def test_every_additional_config_key_exists_in_the_releases_that_get_it() -> Non
     for version, names in RECORD["vllm_ascend"].items():
         release = vllm_ascend._parse_release(version)
         row = vllm_ascend._row_for(vllm_ascend._ADDITIONAL_CONFIG, release)(True)
-        assert set(row) <= set(names["additional_config"]), version
+        assert set(row) | set(vllm_ascend_quantized.FUSION) <= set(names["additional_config"]), version
         assert set(row.get("rl_config", ())) <= set(names["rl_config"]), version
         # without the variable, `rl_config.enabled` turns NZ off
         assert "VLLM_ASCEND_ENABLE_NZ" in names["environment"] or "rl_config" in row, version

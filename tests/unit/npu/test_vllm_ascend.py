@@ -408,9 +408,14 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     columns.MergedColumnParallelLinearWithLoRA = MergedAdaptedLayer  # type: ignore[attr-defined]
     for name in ("vllm.lora", "vllm.lora.layers", columns.__name__):
         monkeypatch.setitem(sys.modules, name, columns)
+    int8 = types.ModuleType("vllm_ascend.quantization.methods.w8a8_dynamic")
+    int8.ACL_FORMAT_FRACTAL_NZ = 29  # type: ignore[attr-defined]
+    for name in ("vllm_ascend.quantization", "vllm_ascend.quantization.methods", int8.__name__):
+        monkeypatch.setitem(sys.modules, name, int8)
     hooks = vllm_ascend.VllmAscendHooks((0, 23))
     hooks.patch_libraries()
     hooks.patch_libraries()  # of another engine in the process
+    assert int8.ACL_FORMAT_FRACTAL_NZ == 2  # the number of ND
     proposer, policy = Proposer("mtp"), types.SimpleNamespace(lm_head=nn.Linear(HIDDEN, 3))
     proposer._maybe_share_lm_head(policy)
     assert proposer.model["layers"][1].shared_head.head is policy.lm_head and proposer.joined == 1

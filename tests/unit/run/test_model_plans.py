@@ -105,15 +105,27 @@ def test_a_policy_that_the_engine_does_not_compute_is_refused_before_a_worker_st
         assert plan_models(run).models["actor"].plan.model_config.linear_attention is not None
 
 
-@pytest.mark.parametrize(("model", "said"), [("gpt-oss", "gpt_oss, which has experts; among such"), ("qwen3-moe", "")])
-def test_a_policy_that_no_test_has_in_int8_is_refused_by_name(tmp_path: Path, model: str, said: str) -> None:
-    keys = ["model.tiny_qwen25.num_layers=null", "generate_config.quantization=int8"]
+@pytest.mark.parametrize(
+    ("model", "platform", "quantization", "said"),
+    [
+        ("gpt-oss", "cpu", "int8", "gpt_oss, which has experts; among such"),
+        ("qwen3-moe", "cpu", "int8", ""),
+        ("qwen3-moe", "npu", "int8", ""),
+        ("mixtral", "npu", "int8", "mixtral, which has experts, on npu, where no run has proven its layout; among such"),
+        ("mixtral", "npu", "mxfp8", "mixtral, which has experts, on npu, where no run has proven its layout; among such"),
+    ],
+)
+def test_a_policy_that_no_test_has_quantized_is_refused_by_name(
+    tmp_path: Path, model: str, platform: str, quantization: str, said: str
+) -> None:
+    keys = ["model.tiny_qwen25.num_layers=null", f"generate_config.quantization={quantization}"]
     keys.append("actor_config.expert_tensor_parallel_size=1")
     config = tiny_models.hf_config_of(tiny_models.make_hf_model(model))
     cfg = with_model(load_run_config("grpo_tiny_cpu", None, keys), tmp_path, config)
-    run = resolve(with_model_configs(cfg), platform="cpu")
+    run = resolve(with_model_configs(cfg), platform=platform)
     if said:
-        with pytest.raises(ValueError, match=re.escape(f"generate_config.quantization (int8) is not available for {said}")):
+        refused = f"generate_config.quantization ({quantization}) is not available for {said}"
+        with pytest.raises(ValueError, match=re.escape(refused)):
             plan_models(run)
     else:
         assert plan_models(run).models["actor"].plan.model_config.moe_layers

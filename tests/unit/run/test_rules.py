@@ -588,20 +588,16 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"platform": "npu", R: EXACT}, *EXACT, ["on npu", "add up in different orders", "npu_deterministic"]),
     ({R: EXACT, M: EXPERTS}, *EXACT, ["router_replay.mode (disabled)", "set R3", "one tensor-parallel rank"]),
     (
-        {"platform": "npu", M: EXPERTS, G: {"quantization": "int8", "dtype": "bfloat16"}},
-        *("quantization", ["quantization (int8)", "experts of this model on npu", "cpu has it"]),
+        {G: {"quantization": "int8", "additional_config": {"ascend_fusion_config": {"fusion_ops_gmmswigluquant": True}}}},
+        *("own_engine_setting", ["additional_config.ascend_fusion_config", "NZ layout only", "remove it"]),
     ),
     (
         {M: EXPERTS, G: {"quantization": "int8", "enable_expert_parallel": True}},
-        *("quantization", ["quantization (int8)", "enable_expert_parallel", "engines share experts"]),
-    ),
-    (
-        {"platform": "npu", G: {"quantization": "mxfp8", "dtype": "bfloat16"}},
-        *("quantization", ["quantization (mxfp8)", "Ascend 950 on only", "A2 and A3 have int8"]),
+        *("quantization", ["quantization (int8)", "enable_expert_parallel", "engines share experts: only npu has it"]),
     ),
     (
         {"platform": "npu", G: {"quantization": "w4a8", "dtype": "bfloat16"}},
-        *("quantization", ["quantization (w4a8)", "W4A8_DYNAMIC", "no weight sync can write; int8 works"]),
+        *("quantization", ["quantization (w4a8)", "W4A8_DYNAMIC", "another number format", "int8 works"]),
     ),
     (
         {G: {"quantization": "mxfp8", "enforce_eager": False}},

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from published import MODELS
 from sample_runs import prompt_level
 
+import mindspeed_rl
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.keys.megatron import ENGINES
 from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.models import architecture_for, find_architecture
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
@@ -192,3 +196,16 @@ def test_commands_that_know_only_megatron_refuse_the_other_engine() -> None:
         rules.check_command(MegatronConfig(), "actor_config", command)
         with pytest.raises(ValueError, match=f"^actor_config.engine: fsdp: mindspeed-rl {command} knows"):
             rules.check_command(MegatronConfig(engine="fsdp"), "actor_config", command)
+
+
+#: modules in which "engine" is something else: that of a command or of a rollout, or the one that an import comes from
+_OTHER_ENGINES = ("importers/", "inference/", "cli/inference_options.py")
+
+
+def test_no_module_asks_for_the_name_of_a_training_engine() -> None:
+    package = Path(mindspeed_rl.__file__).parent
+    paths = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    asked = re.compile(rf"""[!=]= ?["']({"|".join(ENGINES)})["']""")
+    assert asked.search('if config.engine == "fsdp":') and not asked.search('engine="fsdp"')
+    read = (name for name in paths if not name.startswith(_OTHER_ENGINES))
+    assert [name for name in read if asked.search(paths[name].read_text())] == []

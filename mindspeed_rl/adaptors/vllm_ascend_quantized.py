@@ -1,0 +1,228 @@
+"""vllm-ascend's quantized matrices as weights that every sync replaces in place.
+
+| patch | symbol | why |
+|---|---|---|
+| experts without NZ | ACL_FORMAT_FRACTAL_NZ of vllm_ascend.quantization.methods.w8a8_dynamic | int8 experts are cast to \
+FRACTAL_NZ at load, whatever `weight_nz_mode` says, for the one kernel that reads nothing else \
+(`grouped_matmul_swiglu_quant`). A slice of a matrix is no strided view there, so no sync could write it. The name gets the \
+number of the plain format, and the kernel is switched off (`FUSION`): products, activation and quantization are then \
+operators that take both formats |
+
+Layouts: as loaded, a matrix is [rows, columns] with scales [rows, 1], in MXFP8 [rows, columns / 32]; experts are stacks.
+
+| layer | elements of the kernel | scales of the kernel | in memory |
+|---|---|---|---|
+| int8 | [columns, rows] | [rows], of layers and of experts' w13 once more in float32 | as of the kernel |
+| int8 experts | [experts, columns, rows] | [experts, rows] | as of the kernel |
+| MXFP8 | [columns, rows] | [columns / 64, rows, 2] | as of the kernel |
+| MXFP8 experts | [experts, columns, rows] | [experts, columns / 64, rows, 2] | as loaded |
+
+What is loaded is a view of the kernel's memory, or the other way round, so addresses stay, which captured graphs need.
+Scales of MXFP8 layers are no such view: they are loaded into memory of their own and then copied. MXFP8 is loaded as plain
+bytes, because copies between its types would convert numbers.
+
+Looked up in vllm-ascend 0.18, 0.23 and 0.26. The patch can go when vllm-ascend leaves experts in the plain format for the
+kernels that take it; `tests/npu_sim/test_rollout.py` fails without it.
+
+Not verified on NPU hardware.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: settings of vllm-ascend with which experts are computed in the plain format
+FUSION = {"ascend_fusion_config": {"fusion_ops_gmmswigluquant": False}}
+#: value of `generate_config.quantization` -> vllm-ascend's name of the format, the first torch_npu number of a device with it
+_SCHEMES = {"int8": ("W8A8_DYNAMIC", 0), "mxfp8": ("W8A8_MXFP8", 260)}
+_METHODS = "vllm_ascend.quantization.methods.w8a8_dynamic"
+_CAST = "ACL_FORMAT_FRACTAL_NZ"
+_PLAIN = 2
+_EXPERTS = ("w13_weight", "w2_weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
+#: types of MXFP8 elements: of the kernels, and while they are loaded
+BLOCK_TYPES = (torch.float8_e4m3fn, torch.uint8)
+_BLOCK = 32
+
+
+def keep_plain_format() -> None:
+    """Let int8 experts stay in the plain format when they are loaded. Idempotent.
+
+    Raises:
+        RuntimeError: this release casts them by another name.
+    """
+    module: Any = importlib.import_module(_METHODS)
+    if not hasattr(module, _CAST):
+        raise RuntimeError(f"rollout engine: this vllm-ascend has no {_METHODS}.{_CAST}, by which int8 experts are laid out.")
+    setattr(module, _CAST, _PLAIN)
+
+
+def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
+    """Return the content of `quant_model_description.json`, which ModelSlim writes next to quantized weights.
+
+    It is passed as a part of config.json, from which vllm-ascend takes it without a file. A name that a model does not have is
+    ignored; one that is missing is an error of vllm-ascend.
+
+    Args:
+        quantization: `generate_config.quantization`.
+        names: HF names of the weights -> True for those that are quantized.
+
+    Raises:
+        ValueError: vllm-ascend does not have the format.
+    """
+    if quantization not in _SCHEMES:
+        formats = " and ".join(_SCHEMES)
+        raise ValueError(f"generate_config.quantization ({quantization}) is not available in this engine; {formats} are")
+    scheme, first = _SCHEMES[quantization]
+    if (found := _read_device()) < first:
+        raise ValueError(
+            f"generate_config.quantization ({quantization}) is not available on this device (number {found} of torch_npu): an "
+            f"Ascend 950 (number {first}) has the operators, A2 and A3 have no 8-bit floats; set int8"
+        )
+    kinds: dict[str, str] = {}
+    for name, is_quantized in names.items():
+        kind = scheme if is_quantized else "FLOAT"
+        if (expert := _EXPERT.fullmatch(name)) is not None:
+            # all experts of a layer are one module, which is looked up by its own name or by those of the first expert
+            kinds[f"{expert[1]}.weight"] = kind
+            if expert[2] != "0":
+                continue
+        if name.endswith(".weight"):
+            kinds[name] = kind
+    return {"quant_method": "ascend", **kinds}
+
+
+def _read_device() -> int:
+    """Return torch_npu's number of the device; 0 where there is none."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return 0
+    return importlib.import_module("torch_npu").npu.get_soc_version()
+
+
+def before_load(model: nn.Module) -> None:
+    """Give parameters the layout in which they are loaded; int8 matrices of experts have it already."""
+    for _, module in _list_layers(model, torch.int8):
+        if module.weight_scale.dim() == 1:
+            module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, None]
+    for _, module in _list_experts(model, torch.int8):
+        for name in _EXPERTS:
+            scales = _scales(module, name)
+            if scales.dim() == 2:
+                scales.data = scales.data[..., None]
+    for _, module in _list_layers(model, torch.float8_e4m3fn):
+        module.weight.data = _read_bytes(module.weight.data)
+        scales, count = module.weight_scale, module.weight.size(1) // _BLOCK
+        scales.kernel_data, scales.data = scales.data, _join_pairs(scales.data)[:, :count].contiguous()
+    for _, module in _list_experts(model, torch.float8_e4m3fn):
+        for name in _EXPERTS:
+            weight, scales = _weight(module, name), _scales(module, name)
+            weight.data, scales.data = _read_bytes(weight.data), _join_pairs(scales.data)
+
+
+def after_load(model: nn.Module) -> None:
+    """Return to the kernels' layout, and compute what they have beside it.
+
+    Raises:
+        RuntimeError: this vllm-ascend has another layout.
+    """
+    for name, module in _list_layers(model, torch.int8):
+        module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, 0]
+        if not module.weight.data.is_contiguous():
+            raise RuntimeError(f"weight push: {name}.weight was not a view of the kernel's layout in this vllm-ascend.")
+        module.weight_scale_fp32.copy_(module.weight_scale.data)
+        # the quantization is symmetric; a new engine has dummy values here
+        module.weight_offset.data.zero_()
+    for name, module in _list_experts(model, torch.int8):
+        for weight in _EXPERTS:
+            if (found := _read_format(_weight(module, weight))) != _PLAIN:
+                raise RuntimeError(
+                    f"weight push: experts of {name} are in the format {found} of CANN in this vllm-ascend, in which no slice "
+                    "can be written."
+                )
+            scales = _scales(module, weight)
+            scales.data = scales.data[..., 0]
+            _weight(module, f"{weight}_offset").data.zero_()
+        module.w13_weight_scale_fp32.copy_(module.w13_weight_scale.data)
+    for _, module in _list_layers(model, torch.uint8):
+        scales = module.weight_scale
+        pairs = nn.functional.pad(scales.data, (0, scales.size(1) % 2)).unflatten(1, (-1, 2))
+        scales.kernel_data.copy_(pairs.transpose(0, 1))
+        scales.data, scales.kernel_data = scales.kernel_data, None
+        module.weight.data = module.weight.data.t().view(torch.float8_e4m3fn)
+    for _, module in _list_experts(model, torch.uint8):
+        for name in _EXPERTS:
+            weight, scales = _weight(module, name), _scales(module, name)
+            weight.data = weight.data.transpose(1, 2).view(torch.float8_e4m3fn)
+            scales.data = scales.data.unflatten(2, (-1, 2)).transpose(1, 2)
+
+
+def list_unpacks(model: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Yield the parameters that `after_load` laid out anew, each with the function that returns what was loaded."""
+    for name, module in _list_layers(model, torch.int8):
+        if module.weight_scale.dim() == 1:
+            yield from ((f"{name}.weight", Tensor.t), (f"{name}.weight_scale", _add_column))
+    for name, module in _list_experts(model, torch.int8):
+        yield from ((f"{name}.{weight}_scale", _add_column) for weight in _EXPERTS if _scales(module, weight).dim() == 2)
+    for name, _ in _list_layers(model, torch.float8_e4m3fn):
+        yield from ((f"{name}.weight", _read_bytes), (f"{name}.weight_scale", _join_pairs))
+    for name, _ in _list_experts(model, torch.float8_e4m3fn):
+        for weight in _EXPERTS:
+            yield from ((f"{name}.{weight}", _read_bytes), (f"{name}.{weight}_scale", _join_pairs))
+
+
+def _list_layers(model: nn.Module, kind: torch.dtype) -> list[tuple[str, Any]]:
+    """Return the linear layers whose elements have a type now, and which have scales, by name."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if "weight_scale" in module._parameters and _has_type(module._parameters.get("weight"), kind)
+    ]
+
+
+def _list_experts(model: nn.Module, kind: torch.dtype) -> list[tuple[str, Any]]:
+    """Return the modules of experts whose elements have a type now, and which have scales, by name."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if "w13_weight_scale" in module._parameters and _has_type(module._parameters.get("w13_weight"), kind)
+    ]
+
+
+def _has_type(tensor: Tensor | None, kind: torch.dtype) -> bool:
+    return tensor is not None and tensor.dtype == kind
+
+
+def _weight(module: nn.Module, name: str) -> Any:
+    return module._parameters[name]
+
+
+def _scales(module: nn.Module, name: str) -> Any:
+    return module._parameters[f"{name}_scale"]
+
+
+def _read_format(tensor: Any) -> int:
+    """Return the number of a tensor's format in CANN."""
+    if tensor.device.type != "npu":
+        return _PLAIN
+    return importlib.import_module("torch_npu").get_npu_format(tensor)
+
+
+def _add_column(scales: Tensor) -> Tensor:
+    return scales[..., None]
+
+
+def _read_bytes(elements: Tensor) -> Tensor:
+    """Return the elements of MXFP8 as they were loaded, [..., columns, rows] -> [..., rows, columns]."""
+    return elements.transpose(-1, -2).view(torch.uint8)
+
+
+def _join_pairs(scales: Tensor) -> Tensor:
+    """Return the scales of MXFP8 as they were loaded, [..., pairs, rows, 2] -> [..., rows, 2 pairs]."""
+    return scales.transpose(-2, -3).flatten(-2)

@@ -1,0 +1,172 @@
+"""Quantized products by the definitions of their formats, in float64, and proven weight syncs of quantized matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Tensor = torch.Tensor
+#: layers that keep the format of the run: what engines fold or widen, routers, the head, the tower
+KEPT = ("kv_b_proj", "in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate", "lm_head")
+#: all finite numbers of E4M3 that are not negative: 0 to 7 eighths of 2^-6, then 8 to 15 eighths of each power of two to 2^8
+E4M3 = [i / 8 * 2.0**-6 for i in range(8)] + [i / 8 * 2.0**e for e in range(-6, 9) for i in range(8, 16)][:-1]
+
+
+def quantize_float32() -> None:
+    """Engines with quantized matrices may be in float32, which vllm-ascend refuses because its operators take nothing wider.
+
+    The simulated ones do, and in bfloat16 nothing can be compared more closely than to two digits.
+    """
+    from vllm_ascend.quantization.modelslim_config import AscendModelSlimConfig
+
+    AscendModelSlimConfig.get_supported_act_dtypes = classmethod(lambda cls: [torch.bfloat16, torch.float32])
+
+
+def round_rows(x: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """Whole numbers from -127 to 127 times max |row| / 127, which is stored in a type."""
+    scales = (x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127).to(scale_dtype).double()
+    return torch.round(x / scales).clamp(-127, 127) * scales
+
+
+def round_blocks(x: Tensor) -> Tensor:
+    """OCP MX: 32 numbers share 2^(floor(log2(largest)) - 8); elements are the nearest of E4M3, at a tie the even one."""
+    blocks = x.reshape(-1, 32)
+    top = blocks.abs().amax(1, keepdim=True)
+    scale = 2.0 ** (torch.floor(torch.log2(top.clamp(min=2.0**-119))) - 8)
+    wanted, numbers = (blocks.abs() / scale).clamp(max=448), torch.tensor(E4M3, dtype=torch.float64)
+    above = torch.searchsorted(numbers, wanted).clamp(max=len(E4M3) - 1)
+    below = (above - 1).clamp(min=0)
+    up, down = numbers[above] - wanted, wanted - numbers[below]
+    nearest = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return (numbers[nearest] * blocks.sign() * scale).view(x.shape)
+
+
+def multiply(x: Tensor, weight: Tensor, quantization: str, dtype: torch.dtype) -> Tensor:
+    """Return x @ weight^T in a format, in float64; scales of int8 weights are stored in the engine's type."""
+    x, weight = x.double(), weight.double()
+    if quantization == "mxfp8":
+        return round_blocks(x) @ round_blocks(weight).t()
+    return round_rows(x, torch.float32) @ round_rows(weight, dtype).t()
+
+
+def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype) -> None:
+    """Let transformers' model compute the layers in a format that engines have in it."""
+
+    def linear(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        rows = inputs[0].reshape(-1, inputs[0].shape[-1])
+        done = multiply(rows, layer.weight.data, quantization, dtype).to(output.dtype).view(output.shape)
+        return done if layer.bias is None else done + layer.bias
+
+    def experts(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        x, ids, factors = (one.view(-1, one.shape[-1]) for one in inputs)
+        total = torch.zeros(x.shape, dtype=torch.float64)
+        for token in range(len(x)):
+            for expert, factor in zip(ids[token].tolist(), factors[token].tolist()):
+                row, up_down = x[token][None], (layer.gate_up_proj.data[expert], layer.down_proj.data[expert])
+                gate, up = multiply(row, up_down[0], quantization, dtype).float().chunk(2, dim=-1)
+                inner = torch.nn.functional.silu(gate) * up
+                total[token] += factor * multiply(inner, up_down[1], quantization, dtype)[0]
+        return total.to(output.dtype).view(output.shape)
+
+    for name, module in reference.named_modules():
+        if isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
+            module.register_forward_hook(experts)
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] not in KEPT and "visual" not in name:
+            module.register_forward_hook(linear)
+
+
+class QuantizedSync:
+    """Weight syncs of engines that have all weights on so many ranks together; each trainer has all by itself."""
+
+    def __init__(self, engine: Any, quantization: str, dtype: torch.dtype, ranks: int = 1) -> None:
+        self._engine, self._quantization, self._dtype, self._ranks = engine, quantization, dtype, ranks
+        self._push: Any = None
+        self._tensors: dict[str, Tensor] = {}
+
+    def load(self, tensors: dict[str, Tensor], version: int) -> int:
+        """Replace all weights and prove every byte of them.
+
+        Args:
+            tensors: in full precision, under their HF names.
+
+        Returns:
+            Number of the engine's parameters that were compared.
+        """
+        self._tensors = {name: tensor.to("npu") for name, tensor in tensors.items()}
+        self._engine.load_weights(self._write, version)
+        return self.prove()
+
+    def prove(self) -> int:
+        model = self._engine.get_model()
+        return self._push.prove(model, self._engine.hooks.unpack(model)).num_parameters
+
+    def list_types(self) -> list[str]:
+        """Return the ends of the names of the engine's parameters in bytes, each once."""
+        names = {name for name, value in self._engine.get_model().named_parameters() if value.dtype.itemsize == 1}
+        return sorted({name.partition(".layers.")[2].partition(".")[2] for name in names if not name.endswith("_scale")})
+
+    def find_damage(self) -> list[str]:
+        """Return what the proof says of one other byte in each kind of matrix, which is put right again."""
+        from mindspeed_rl.resharding.proof import WeightDeliveryError
+
+        found = []
+        parameters = dict(self._engine.get_model().named_parameters())
+        ends = ("down_proj.weight", "down_proj.weight_scale", "w13_weight", "w2_weight_scale")
+        for end in ends:
+            names = [name for name in parameters if name.endswith(end)]
+            if not names:
+                continue
+            data = parameters[names[-1]].data
+            elements = data.view(torch.uint8) if data.dtype.itemsize == 1 else data.view(torch.int16)
+            place = (-1,) * elements.dim()
+            elements[place] += 1
+            try:
+                self.prove()
+                found.append(f"nothing at {names[-1]}")
+            except WeightDeliveryError as error:
+                found.append(end if names[-1] in str(error) else str(error))
+            elements[place] -= 1
+        return found
+
+    def _write(self, model: Any) -> None:
+        from mindspeed_rl.adaptors.engine_hooks import DERIVED
+        from mindspeed_rl.resharding.destinations import read_destinations
+        from mindspeed_rl.resharding.exchange import Exchange
+        from mindspeed_rl.resharding.layouts import full_slice
+        from mindspeed_rl.resharding.push import WeightPush
+        from mindspeed_rl.resharding.quantization import quantize_side, stored_dtypes
+        from mindspeed_rl.resharding.trained_weights import TrainedWeights
+
+        if self._push is None:
+            shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+            holders = {name: {full_slice(shape): [*range(dist.get_world_size())]} for name, shape in shapes.items()}
+            device = torch.device("npu", torch.npu.current_device())
+            full = TrainedWeights(holders, shapes, _Sources(self, shapes), device, 1 << 20)
+            trained = quantize_side(full, self._quantization)
+            stored = stored_dtypes(trained.quantized, trained.quantization)
+            load: Callable[..., Any] = model.load_weights
+            found = read_destinations(model, load, trained.shapes, self._dtype, skip=DERIVED, stored=stored)
+            replica = dist.get_rank() // self._ranks
+            self._push = WeightPush(trained, found, Exchange.from_world(), derived=DERIVED, replica=replica)
+        self._push.write(model)
+
+
+class _Sources:
+    """The trained weights as `ReadsSlices`."""
+
+    def __init__(self, owner: QuantizedSync, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._owner, self._shapes = owner, shapes
+
+    def views(self, name: str, tensor_slice: Any) -> Iterator[tuple[Any, Tensor]]:
+        from mindspeed_rl.resharding.layouts import full_slice, relative_index
+
+        yield tensor_slice, self._owner._tensors[name][relative_index(tensor_slice, full_slice(self._shapes[name]))]
+
+    def read(self, name: str, tensor_slice: Any, out: Tensor, copies: Any = None) -> None:
+        out.copy_(next(self.views(name, tensor_slice))[1])
+
+    def forget_merged(self) -> None:
+        pass
