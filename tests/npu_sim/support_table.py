@@ -135,6 +135,10 @@ ROWS = (
      "使用推理服务的 GRPO（异步、one_step_off、参考模型专用设备、记录的对数概率），分段回答，"
      "以及 FSDP2 与限定格式的回答：符合公式，续训如同未中断",
      ("test_modes.",)),
+    ("Critic, reward model, teachers and judge on devices of their own, a standalone server: figures of shared devices; "
+     "a device of the rollout that moves to the trainer",
+     "critic、奖励模型、教师与评判使用专用设备，独立启动的推理服务：数值与共用设备时一致；rollout 的一个设备转去训练",
+     ("test_dedicated_devices.",)),
     ("Rollout by transformers' module, fp32: tokens of the CPU; a run trains",
      "用 transformers 的模块做 rollout，fp32：token 与 CPU 相同，可用于训练",
      ("test_newer_features.test_the_module", "test_newer_features.test_a_rollout")),
