@@ -162,6 +162,12 @@ class RunConfig:
         metadata = self.model_metadata.get("actor_config")
         return metadata is not None and metadata.reads_images and not self.actor_config.language_model_only
 
+    @property
+    def is_text_only(self) -> bool:
+        """True where the actor sees no images; False also where its files are not known."""
+        is_known = "actor_config" in self.model_metadata or self.actor_config.language_model_only
+        return is_known and not self.reads_images
+
     def with_shape(self, group: str) -> MegatronConfig:
         """Return the keys of a role with the shape of its config.json, where the run file leaves it to that and it is here.
 

@@ -60,6 +60,8 @@ IMAGES = "images"
 TAG = "<image>"
 #: columns that are read where map_keys does not name one; the second is LLaVA's
 _COLUMNS = ("images", "image")
+#: texts of columns that are JSON in a file of text
+_NOTHING = ("[]", "{}", "null")
 _STORED = re.compile(r"(?P<path>.+)#(?P<offset>\d+)\+(?P<size>\d+)")
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,")
 #: beginnings of the reference of a clip that is its bytes, and of a video that is decoded once the model is known
@@ -700,11 +702,13 @@ def read_parts(content: object) -> tuple[object, tuple[str, ...]]:
 
 
 def is_media(value: object) -> bool:
-    """Return True for what may be one or several images or videos: not for nothing, and not for numbers."""
+    """Return True for what may be one or several images or videos: not for nothing in any of its forms, and not for numbers."""
     if isinstance(value, (list, tuple)):
         return any(map(is_media, value))
-    if isinstance(value, (str, bytes, Mapping)):
-        return bool(value)
+    if isinstance(value, Mapping):  # an empty image of `datasets` is {"bytes": null, "path": null}
+        return any(part not in (None, "", b"") for part in value.values())
+    if isinstance(value, (str, bytes)):
+        return bool(value) and value not in _NOTHING
     return value is not None and not isinstance(value, (bool, int, float))
 
 

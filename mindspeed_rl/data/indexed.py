@@ -273,8 +273,12 @@ def list_packed_columns(prefix: str | Path) -> list[str]:
     return sorted(columns)
 
 
-def check_text_only(prefix: str | Path) -> None:
-    """Check that no row of a dataset has images, which a model without its tower would read as text.
+def check_text_only(prefix: str | Path, *, leaves_out_tower: bool = False) -> None:
+    """Check that no row of a dataset has images, which a model of text, or one without its tower, would read as text.
+
+    Args:
+        prefix: the value of preprocessing's `--output-prefix`.
+        leaves_out_tower: the model has a tower, and the run leaves it out.
 
     Raises:
         ValueError: a row has; see also `read_index`.
@@ -287,8 +291,12 @@ def check_text_only(prefix: str | Path) -> None:
     if has_images.any():
         raise ValueError(
             f"{path}.bin, row {int(np.argmax(has_images))}: has images or videos, as {int(has_images.sum())} rows have, which a"
-            " model without its tower does not see (language_model_only: true); preprocess without such rows, or leave the key"
-            " out"
+            + (
+                " model without its tower does not see (language_model_only: true); preprocess without such rows, or leave the"
+                " key out"
+                if leaves_out_tower
+                else " model of text does not see; preprocess without such rows, with this model's tokenizer"
+            )
         )
 
 

@@ -178,9 +178,14 @@ def _read_text(entry: Row, index: int, form: MessageForm) -> str:
     if content is None and (form.keeps_entries or entry.get("tool_calls")):
         return ""
     is_parts = form.keeps_entries and isinstance(content, (list, tuple))
-    if is_parts and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+    if is_parts and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
     raise MalformedRowError(f"{form.noun} {index} has {form.content_key} that is not text")
+
+
+def _is_text_part(part: object) -> bool:
+    """Return True for a part of a message that is a text: "text", "input_text" or "output_text" by its type, if it has one."""
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str) and str(part.get("type", "text")).endswith("text")
 
 
 def read_thought(entry: Row, index: int) -> str:

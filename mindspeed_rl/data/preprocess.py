@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ from mindspeed_rl.data.templates import HfTemplate, Template, load_template
 from mindspeed_rl.data.tokenizer import check_tokens, load_tokenizer, set_eos_token
 
 #: settings of a handler that preprocessing makes itself, or leaves to the loading of raw prompts
-_OTHER_SETTINGS = ("tokenizer", "template", "tools", "images")
+_OTHER_SETTINGS = ("tokenizer", "template", "tools", "images", "is_text_only")
 
 
 @dataclass
@@ -107,7 +108,8 @@ def _build_handler(config: PreprocessConfig) -> Handler:
         other = other or "tokenizer_name_or_path has no model with images"
         reason = f"{config.handler_name} reads none" if rules else other
         raise ValueError(f"image_folder={config.image_folder!r} has no meaning: {reason}")
-    return kind(HandlerSettings(tokenizer=tokenizer, template=template, images=images, **settings))
+    given: dict[str, Any] = {"template": template, "images": images, "is_text_only": rules is None}
+    return kind(HandlerSettings(tokenizer=tokenizer, **given, **settings))
 
 
 def _check_reasoning(config: PreprocessConfig, template: Template | HfTemplate) -> None:

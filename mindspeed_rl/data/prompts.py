@@ -116,8 +116,8 @@ class PromptSettings:
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not requested.
     system_prompt is the system prompt of every row that has none. tools are function schemas for every prompt whose template
     can write them; a row's own take their place. image_rules belong to a model of images, image_folder has the images of
-    relative paths, and language_model_only refuses rows with images. vocab_size is the size of the model's vocabulary, which
-    has every token of a prompt.
+    relative paths. is_text_only refuses rows with images, and language_model_only names the reason. vocab_size is the size of
+    the model's vocabulary, which has every token of a prompt.
     """
 
     prompt_type: str | None = None
@@ -131,6 +131,7 @@ class PromptSettings:
     image_rules: ImageRules | None = None
     image_folder: str | None = None
     language_model_only: bool = False
+    is_text_only: bool = False
     vocab_size: int | None = None
     chat_template_kwargs: Mapping[str, object] | None = None
 
@@ -505,8 +506,8 @@ def open_prompts(
     check_prompt_files(data_path)
     named, (data_path, start, stop) = str(data_path), split_slice(str(data_path))
     if list_packed_columns(data_path):
-        if settings.language_model_only:
-            check_text_only(data_path)
+        if settings.is_text_only or settings.language_model_only:
+            check_text_only(data_path, leaves_out_tower=settings.language_model_only)
         indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys, settings.image_rules)
         lengths = indexed.rows.lengths("input_ids")[start:stop]
         _check_slice(named, start, len(lengths))
@@ -752,6 +753,7 @@ def _build_handler(
             tools=settings.tools,
             images=images,
             language_model_only=settings.language_model_only,
+            is_text_only=settings.is_text_only,
         )
     )
     if not isinstance(handler, PromptHandler):

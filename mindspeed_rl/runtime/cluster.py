@@ -134,8 +134,7 @@ def connect_cluster(
         address, folder = os.environ.get("RAY_ADDRESS"), ""
         if not address:
             folder = stack.enter_context(_make_ray_folder(logs))
-            temporary = stack.enter_context(_make_temporary_folder())
-            stack.callback(end_copies, temporary)
+            stack.enter_context(_make_temporary_folder())
         # before the folders are removed
         stack.callback(ray.shutdown)
         stack.callback(_services.clear)
@@ -238,17 +237,20 @@ def _copy_log(source: str, target: str) -> None:
 
 
 @contextlib.contextmanager
-def _make_temporary_folder() -> Iterator[str]:
+def _make_temporary_folder() -> Iterator[None]:
     """Give processes that Ray starts in the block a temporary folder that is removed with it, also for a killed process.
 
-    Yields:
-        The folder, which is their TMPDIR.
+    Copies of the fork server that still start then are ended: they would try for a minute to reach the cluster.
     """
     # compiled kernels stay for later processes
     kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
-    with scratch_folder("mindspeed-rl-") as folder:
-        with _set_environment(TMPDIR=str(folder), TORCHINDUCTOR_CACHE_DIR=kernels):
-            yield str(folder)
+    folders = contextlib.ExitStack()
+    folder = str(folders.enter_context(scratch_folder("mindspeed-rl-")))
+    try:
+        with folders, _set_environment(TMPDIR=folder, TORCHINDUCTOR_CACHE_DIR=kernels):
+            yield
+    finally:
+        end_copies(folder)
 
 
 @contextlib.contextmanager

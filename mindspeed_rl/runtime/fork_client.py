@@ -42,9 +42,10 @@ def main(path: str, paths: str, script: list[str]) -> None:
         text = f"the fork server does not answer within {_ANSWER_S} s: this process imports its libraries itself"
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        if not os.path.exists(paths):
-            return  # the run has ended, and its cluster with it
-        # only the server has
+        pass  # the server has ended
+    temporary = os.environ.get("TMPDIR")
+    if not os.path.exists(paths) or (temporary and not os.path.isdir(temporary)):
+        return  # the run has ended, and its cluster with it
     os.execv(sys.executable, [sys.executable, *script])
 
 

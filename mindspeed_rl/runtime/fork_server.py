@@ -154,7 +154,7 @@ class ForkServer:
         return shlex.join([sys.executable, "-I", "-S", str(_CLIENT), str(path), str(paths)])
 
     def end_copies(self, temporary_folder: str) -> None:
-        """End the copies whose TMPDIR this is; others have another run's."""
+        """End the copies whose TMPDIR this folder was; others have another run's."""
         pid = self._find_pid()
         with contextlib.suppress(psutil.Error):
             for copy in [] if pid is None else psutil.Process(pid).children():
@@ -237,10 +237,7 @@ def find_server_process() -> int | None:
 
 
 def end_copies(temporary_folder: str) -> None:
-    """End the copies with this TMPDIR, once the cluster for which they were made has ended.
-
-    One that was still starting then would try for a minute to reach it.
-    """
+    """End the copies whose TMPDIR this folder was; without it, none can be made any more."""
     if _servers:
         _servers[-1][0].end_copies(temporary_folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,7 @@ def load_answer_sets(run: Run, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
                 tokenizer,
                 max_prompt_length=(actor.seq_length or 0) - actor.eval_max_tokens + 1,
                 dataset_additional_keys=actor.dataset_additional_keys or None,
-                settings=PromptSettings.from_config(actor),
+                settings=replace(PromptSettings.from_config(actor), is_text_only=run.config.is_text_only),
             )
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error

@@ -332,6 +332,7 @@ def _open_run_prompts(
         PromptSettings.from_config(actor),
         tools=tuple(tools),
         image_rules=read_image_rules(run.models["actor"]) if run.config.reads_images else None,
+        is_text_only=run.config.is_text_only,
         vocab_size=None if model is None else model.plan.model_config.vocab_size,
     )
     try:

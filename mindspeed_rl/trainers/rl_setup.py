@@ -335,15 +335,15 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     for key, path in list_prompt_paths(run).items():
         if isinstance(path, str):
             yield partial(check_prompt_files, path, key)
-            if actor.language_model_only:
-                yield partial(_check_text_only, path, key)
+            if run.config.is_text_only:
+                yield partial(_check_text_only, path, key, leaves_out_tower=actor.language_model_only)
     if run.rl.judge_prompt is not None or run.rl.judge_rubric is not None:
         yield partial(JudgeForm, RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
 
 
-def _check_text_only(path: str, key: str) -> None:
+def _check_text_only(path: str, key: str, *, leaves_out_tower: bool) -> None:
     try:
-        check_text_only(split_slice(path)[0])
+        check_text_only(split_slice(path)[0], leaves_out_tower=leaves_out_tower)
     except ValueError as error:
         raise ValueError(f"actor_config.{key}: {error}") from error
 

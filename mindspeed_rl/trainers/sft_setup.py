@@ -196,4 +196,4 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     yield from list_source_checks(run)
     if config.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, config.tokenizer_name_or_path)
-    yield from list_data_checks(config)
+    yield from list_data_checks(config, is_text_only=run.config.is_text_only)

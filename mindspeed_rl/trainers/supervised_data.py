@@ -90,8 +90,13 @@ class DataCards:
 # ---------------------------------------------------------------------- check
 
 
-def list_data_checks(config: MegatronConfig) -> Iterator[Callable[[], object]]:
-    """Yield a check of each file of data that the run file names: it is there, and the stage can read it."""
+def list_data_checks(config: MegatronConfig, *, is_text_only: bool = False) -> Iterator[Callable[[], object]]:
+    """Yield a check of each file of data that the run file names: it is there, and the stage and the model can read it.
+
+    Args:
+        config: keys of the actor.
+        is_text_only: its model is known, and sees no images.
+    """
     assert config.stage is not None
     if config.data_path is None:
         yield partial(_refuse, f"megatron_training.data_path: not set; stage {config.stage} learns from it.")
@@ -103,7 +108,7 @@ def list_data_checks(config: MegatronConfig) -> Iterator[Callable[[], object]]:
         )
         return
     for key, location in _list_locations(config):
-        yield partial(_check_location, config, key, location)
+        yield partial(_check_location, config, key, location, is_text_only=is_text_only)
     if config.stage == "pretrain":
         yield partial(_check_documents, config)
 
@@ -151,7 +156,7 @@ def _list_locations(config: MegatronConfig) -> Iterator[tuple[str, str]]:
                 yield key, str(item)
 
 
-def _check_location(config: MegatronConfig, key: str, location: str) -> None:
+def _check_location(config: MegatronConfig, key: str, location: str, *, is_text_only: bool) -> None:
     """Raise ValueError where a stage cannot read what is at a location."""
     stage = config.stage
     assert stage is not None
@@ -171,9 +176,9 @@ def _check_location(config: MegatronConfig, key: str, location: str) -> None:
         return
     path = Path(location).expanduser()
     stage = _form_of(stage, path)
-    if config.language_model_only:
+    if is_text_only:
         try:
-            check_text_only(path)
+            check_text_only(path, leaves_out_tower=config.language_model_only)
         except ValueError as error:
             raise ValueError(f"megatron_training.{key}: {error}") from error
     if stage == "pretrain":
@@ -311,6 +316,7 @@ def _build_settings(run: Run, raw: _RawData, location: str, tokenizer: PreTraine
         placeholder_token=config.placeholder_token,
         reward_tokens=config.reward_tokens,
         on_bad_row=config.on_bad_row,
+        dataset_additional_keys=config.dataset_additional_keys,
         image_folder=config.image_folder,
         **asdict(MediaLimits.from_keys(config)),
     )

@@ -83,6 +83,7 @@ class HandlerSettings:
     reward_tokens: Sequence[str] = ()
     images: ImageReader | None = None
     language_model_only: bool = False
+    is_text_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ class Handler(ABC):
     can_pack: ClassVar[bool] = False
     can_append_eod: ClassVar[bool] = False
     can_read_images: ClassVar[bool] = False
+    #: a text is whole without the images beside it, unlike a conversation about them
+    text_stands_alone: ClassVar[bool] = False
     length_column: str = "input_ids"
     default_map: ClassVar[Mapping[str, Any]] = {}
 
@@ -289,12 +292,13 @@ class Handler(ABC):
             )
         if where:
             raise MalformedRowError(f"has images, which {type(self).__name__} does not read; {_IMAGE_READERS}")
-        # a conversation about what the model does not see; parts of messages are refused where they are read
-        is_unseen = self.settings.images is None and self.needs_template and isinstance(row, Mapping)
-        if is_unseen and (column := find_media_column(row, but=self.settings.dataset_additional_keys)):
+        # about what the model does not see; parts of messages are refused where they are read
+        is_unseen = self.settings.is_text_only and not self.text_stands_alone and isinstance(row, Mapping)
+        read = [name for name in self.map.values() if isinstance(name, str)]
+        if is_unseen and (column := find_media_column(row, but=(*read, *self.settings.dataset_additional_keys))):
             raise MalformedRowError(
                 f"has images or videos (column {column}), which a model of text does not see; leave such rows out"
-                " (on_bad_row: skip), or the column"
+                " (on_bad_row: skip), or name the column in dataset_additional_keys if the text does not need it"
             )
 
     def read_system(self, row: Row, system: str | None = None) -> str | None:

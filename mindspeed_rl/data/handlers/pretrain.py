@@ -25,6 +25,7 @@ class DocumentHandler(Handler):
     packed = False
     can_append_eod = True
     needs_template = False
+    text_stands_alone = True
     add_special_tokens = True
 
     def __init__(self, settings: HandlerSettings) -> None:

@@ -78,14 +78,14 @@ def test_a_number_in_a_column_of_that_name_is_no_image(folder: Path, tmp_path: P
     prepare(folder, tmp_path, {**TEXT, "images": 3}, {**TEXT, "images": []}, language_model_only=True)
 
 
-def check(prefix: str, **keys: object) -> None:
-    for one in list_data_checks(MegatronConfig(stage="sft", data_path=prefix, **keys)):
+def check(prefix: str, *, is_text_only: bool = True, **keys: object) -> None:
+    for one in list_data_checks(MegatronConfig(stage="sft", data_path=prefix, **keys), is_text_only=is_text_only):
         one()
 
 
 def test_a_prefix_with_images_is_refused_and_one_of_text_is_read(folder: Path, tmp_path: Path) -> None:
     prefix = prepare(folder, tmp_path, TEXT, IMAGE, image_folder=str(folder))
-    check(prefix)
+    check(prefix, is_text_only=False)
     with pytest.raises(ValueError, match=r"megatron_training\.data_path: .*row 1: has images .*language_model_only: true"):
         check(prefix, language_model_only=True)
     # of the same model, so that it has the columns of images, and none in them
@@ -119,13 +119,55 @@ def test_the_form_for_text_in_a_run_file_is_sound(folder: Path, capsys: pytest.C
     assert ImageRules.read(folder, MediaLimits.from_keys(actor)) is None
 
 
-@pytest.mark.parametrize("row", [IMAGE, {**TEXT, "video": "clip.mp4"}])
-def test_a_model_of_text_is_given_no_row_about_an_image(tokenizer_folder: str, tmp_path: Path, row: dict) -> None:
-    text = Path(tokenizer_folder)
-    with pytest.raises(ValueError, match=r"row 2: has images or videos \(column \w+\), which a model of text does not see"):
-        prepare(text, tmp_path, TEXT, row, prompt_type="empty")
-    prepare(text, tmp_path, TEXT, row, prompt_type="empty", on_bad_row="skip")
-    prepare(text, tmp_path, TEXT, {**TEXT, "images": []}, prompt_type="empty")
+PAIR = {"instruction": "ab", "chosen": "c", "rejected": "d"}
+STEPS = {"input": "ab \u043a\u0438", "value": ["+"]}
+TURNS = [{"role": "user", "content": [{**PARTS[0], "text": ""}, PARTS[1]]}, {"role": "assistant", "content": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("handler", "text", "row", "where"),
+    [
+        ("AlpacaStyleInstructionHandler", TEXT, IMAGE, "column images"),
+        ("AlpacaStyleInstructionHandler", TEXT, {**TEXT, "video": "clip.mp4"}, "column video"),
+        ("AlpacaStylePairwiseHandler", PAIR, {**PAIR, "images": ["image.png"]}, "column images"),
+        ("AlpacaStyleProcessRewardHandler", STEPS, {**STEPS, "image": {"bytes": None, "path": "image.png"}}, "column image"),
+        # a part with an image is not its text
+        ("OpenAIInstructionHandler", {"messages": [{**TURNS[0], "content": "ab"}, TURNS[1]]}, {"messages": TURNS}, "content"),
+    ],
+)
+def test_a_model_of_text_is_given_no_row_about_an_image(
+    tokenizer_folder: str, tmp_path: Path, handler: str, text: dict, row: dict, where: str
+) -> None:
+    keys = {"reward_tokens": ("+", "-")} if handler == "AlpacaStyleProcessRewardHandler" else {"prompt_type": "empty"}
+    with pytest.raises(ValueError, match=rf"row 2: (message 0 )?has (images or videos )?\(?{where}"):
+        prepare(Path(tokenizer_folder), tmp_path, text, row, handler=handler, **keys)
+    config = PreprocessConfig(
+        input=write(tmp_path / "rows.jsonl", text, row),
+        output_prefix=str(tmp_path / "set"),
+        handler_name=handler,
+        tokenizer_name_or_path=tokenizer_folder,
+        on_bad_row="skip",
+        **keys,
+    )
+    counts = run(config).counts
+    assert (counts.rows_read, counts.rows_kept) == (2, 1)
+
+
+@pytest.mark.parametrize("nothing", [[], "", "[]", None, 3, {"bytes": None, "path": None}, [{"bytes": None, "path": None}]])
+def test_a_column_without_images_is_no_reason(tokenizer_folder: str, tmp_path: Path, nothing: object) -> None:
+    prepare(Path(tokenizer_folder), tmp_path, {**TEXT, "images": nothing}, prompt_type="empty")
+
+
+def test_a_column_of_that_name_may_be_the_text_or_data(tokenizer_folder: str, tmp_path: Path) -> None:
+    text, names = Path(tokenizer_folder), {"prompt": "image", "query": "", "response": "output"}
+    prepare(text, tmp_path, {"image": "ab", "output": "c"}, prompt_type="empty", map_keys=names)
+    prepare(text, tmp_path, IMAGE, prompt_type="empty", dataset_additional_keys=("images",))
+
+
+def test_a_prefix_with_images_is_none_of_a_model_of_text(folder: Path, tmp_path: Path) -> None:
+    prefix = prepare(folder, tmp_path, TEXT, IMAGE, image_folder=str(folder))
+    with pytest.raises(ValueError, match=r"megatron_training\.data_path: .*row 1: has images .* a model of text"):
+        check(prefix)
 
 
 def test_documents_with_a_column_of_images_are_text_for_a_model_of_text(tokenizer_folder: str, tmp_path: Path) -> None:
@@ -133,14 +175,22 @@ def test_documents_with_a_column_of_images_are_text_for_a_model_of_text(tokenize
     prepare(Path(tokenizer_folder), tmp_path, row, handler="GeneralPretrainHandler")
 
 
-def test_a_column_of_images_that_prompts_keep_is_data(tokenizer_folder: str, tmp_path: Path) -> None:
+def test_prompts_of_a_model_of_text_have_no_images_but_in_a_column_that_they_keep(
+    tokenizer_folder: str, folder: Path, tmp_path: Path
+) -> None:
     path = write(tmp_path / "rows.jsonl", {"prompt": "ab", "images": ["image.png"]})
 
-    def load(*names: str) -> int:
-        settings = PromptSettings(prompt_type="empty")
+    def load(path: str, *names: str, is_text_only: bool = True) -> int:
+        settings = PromptSettings(prompt_type="empty", is_text_only=is_text_only)
         tokenizer = load_tokenizer(tokenizer_folder)
         return len(open_prompts(path, tokenizer, max_prompt_length=64, dataset_additional_keys=names, settings=settings))
 
     with pytest.raises(ValueError, match=r"row 1: has images or videos \(column images\), which a model of text"):
-        load()
-    assert load("images") == 1
+        load(path)
+    assert load(path, "images") == 1
+    assert load(path, is_text_only=False) == 1  # as an audit of a model of images reads its text
+    handler, names = "PPOAlpacaStyleInstructionHandler", {"prompt": "prompt", "query": "", "response": ""}
+    row = {"prompt": "ab <image>", "images": ["image.png"]}
+    prefix = prepare(folder, tmp_path, row, handler=handler, image_folder=str(folder), map_keys=names, prompt_type="hf")
+    with pytest.raises(ValueError, match=r"row 0: has images or videos, as 1 rows have, which a model of text"):
+        load(prefix)

@@ -119,6 +119,7 @@ def test_copies_are_ended_by_their_temporary_folder(command: str, folder: Path, 
     waits.write_text("import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()} '); time.sleep(600)")
 
     def start(name: str) -> psutil.Process:
+        (tmp_path / f"{name}_files").mkdir()
         words = [*command.split(), str(waits), str(tmp_path / name)]
         subprocess.run(words, env={**PATH, "TMPDIR": str(tmp_path / f"{name}_files")}, check=True, timeout=patient(30))
         end = time.monotonic() + patient(30)
@@ -140,6 +141,11 @@ def test_after_the_end_of_the_run_the_command_starts_nothing(command: str, folde
     *words, paths = command.replace("/forks", "/nothing").split()
     words += [f"{paths}.removed", f"{folder}/script.py", "4"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=patient(60))
+    assert (done.returncode, done.stdout) == (0, "")
+    # nor does a server, for a run whose temporary folder is gone
+    words = [*command.split(), f"{folder}/script.py", "4"]
+    environment = {**os.environ, "TMPDIR": str(folder / "removed")}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=patient(60), env=environment)
     assert (done.returncode, done.stdout) == (0, "")
 
 
