@@ -508,7 +508,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             (f"{ACTOR}.use_distributed_optimizer", True, "slime always spreads optimizer state"),
             (f"{RL}.use_remove_padding", True, "slime packs sequences without padding"),
             *_list_balancing(command, folder),
-            *_list_rollout_format(folder),
+            *(() if batch.is_sft else _list_rollout_format(folder)),
         ),
         engine_folder=folder,
     )
@@ -558,7 +558,7 @@ def _find_weights(command: SourceCommand) -> str:
     if start and not Path(start).name.startswith(name):
         return start
     if found not in _READ_FORMATS:
-        form = f"--hf-checkpoint {folder} is in {found}, which only its rollouts have"
+        form = f"--hf-checkpoint {folder} is in {found}, from which training does not start here"
         raise ConfigError([f"{form}; write --set {_BASE}=FOLDER with the model whose weights these are"])
     return folder
 

@@ -247,6 +247,14 @@ def test_training_of_slime_does_not_start_from_a_quantized_folder_that_is_not_re
         assert run.get("actor_config.load") == load
 
 
+def test_supervised_training_of_slime_has_no_format_of_rollouts() -> None:
+    command = name_folder("/m/Qwen3-8B-MXFP8", "--loss-type sft_loss --disable-compute-advantages-and-returns --debug-train-only ")
+    command = command.replace("--rm-type math ", "--input-key messages ")
+    settings = ImportSettings(rewards=REWARDS, rows=8192, variables={"BASE_MODEL": "/m/base"}, accepted=frozenset(["aggregation"]))
+    run = import_command(PROJECTS["slime"], command, settings)
+    assert run.get("generate_config.quantization") is None and run.get("actor_config.load") == "/m/base"
+
+
 def test_the_same_format_in_folder_and_option_is_one_format() -> None:
     command = name_folder("/m/Qwen3-8B-MXFP8") + "--sglang-quantization mxfp8"
     settings = ImportSettings(rewards=REWARDS, rows=8192, variables={"BASE_MODEL": "b"})
