@@ -196,12 +196,6 @@ _ROLLOUT: dict[str, Option] = {
     f"{INFER}strategy_args.strategy_config.max_model_len": to(f"{ENGINE}.max_model_len"),
     f"{INFER}strategy_args.strategy_config.enforce_eager": to(f"{ENGINE}.enforce_eager"),
     f"{INFER}strategy_args.strategy_config.max_num_batched_tokens": to(f"{ENGINE}.max_num_batched_tokens"),
-    f"{INFER}strategy_args.strategy_config.quantization": by(
-        partial(set_rollout_format, formats={**VLLM_FORMATS, **SGLANG_FORMATS}), "quantization: int8, ascend or mxfp8"
-    ),
-    f"{INFER}strategy_args.strategy_config.kv_cache_dtype": to(f"{ENGINE}.kv_cache_dtype"),
-    f"{INFER}strategy_args.strategy_config.dtype": no_effect("ROLL gives its engine the dtype of actor_infer.model_args"),
-    f"{INFER}model_args.dtype": by(lambda run, option, value: _set_dtype(run, option, value), "dtype of the engine"),
 }  # fmt: skip
 _OF_ROLLOUTS = no_effect("only rollouts read it")
 
@@ -299,6 +293,13 @@ GROUPS: dict[str, tuple[tuple[str, Option], ...]] = {
         (r"tag_to_template\..+", refused("a chat template for each domain")),
         (r"critic\..+", no_effect("there is no critic, or it shares the actor's layout")),
         (r"(train_infer_correction|dataset_filter|student_train|student_infer)(\..+)?", refused("a feature of ROLL")),
+        (r"actor_infer\.model_args\.dtype", by(_set_dtype, "dtype of the engine")),
+        (rf"{_STRATEGY}dtype", no_effect("ROLL gives its engine the dtype of actor_infer.model_args")),
+        (rf"{_STRATEGY}kv_cache_dtype", to(f"{ENGINE}.kv_cache_dtype")),
+        (
+            rf"{_STRATEGY}quantization",
+            by(partial(set_rollout_format, formats={**VLLM_FORMATS, **SGLANG_FORMATS}), "quantization: int8, ascend or mxfp8"),
+        ),
         (rf"{_STRATEGY}hf_overrides(\..+)?", refused("another config.json for the engine")),
         (rf"{_STRATEGY}(speculative|additional)_config(\..+)?", by(_set_of_engine, "the setting of that name")),
         (rf"{_STRATEGY}({'|'.join(_HARMLESS.split())})(\..+)?", _MEMORY),

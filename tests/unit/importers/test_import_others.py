@@ -248,9 +248,10 @@ def test_training_of_slime_does_not_start_from_a_quantized_folder_that_is_not_re
 
 
 def test_supervised_training_of_slime_has_no_format_of_rollouts() -> None:
-    command = name_folder("/m/Qwen3-8B-MXFP8", "--loss-type sft_loss --disable-compute-advantages-and-returns --debug-train-only ")
+    words = "--loss-type sft_loss --disable-compute-advantages-and-returns --debug-train-only "
+    command = name_folder("/m/Qwen3-8B-MXFP8", words)
     command = command.replace("--rm-type math ", "--input-key messages ")
-    settings = ImportSettings(rewards=REWARDS, rows=8192, variables={"BASE_MODEL": "/m/base"}, accepted=frozenset(["aggregation"]))
+    settings = ImportSettings(rewards=REWARDS, variables={"BASE_MODEL": "/m/base"}, accepted=frozenset(["aggregation"]))
     run = import_command(PROJECTS["slime"], command, settings)
     assert run.get("generate_config.quantization") is None and run.get("actor_config.load") == "/m/base"
 
