@@ -14,6 +14,7 @@ from mindspeed_rl.importers.options import UNSET, Option, SourceCommand, SourceP
 from mindspeed_rl.importers.python_source import is_program
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import, ImportSettings
+from mindspeed_rl.importers.rollout_formats import compare_folder_format
 from mindspeed_rl.importers.shell import Command, is_switched_on, list_unknown, read_script, request_variables
 from mindspeed_rl.importers.source_files import add_runtime_environment, list_absent_scripts, list_changed_files
 from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, find_differences, plan_run
@@ -132,7 +133,7 @@ def translate(project: SourceProject, command: SourceCommand, settings: ImportSe
     except ConfigError as error:
         raise ConfigError([*_list_refused(run), *error.errors]) from None
     if recipe is not None:
-        recipe = recipe.complete()
+        recipe = compare_folder_format(run, recipe.complete())
         write_recipe(run, recipe, table)
     if project.finish is not None:
         project.finish(run, command)

@@ -221,6 +221,7 @@ class Recipe(SourcePlan):
             a key whose name another group has too has the group in front.
         unread: options of the table that this program does not read.
         defaults: dotted key, value and reason of what no option sets; a key that an option has set stays.
+        engine_folder: folder that the rollout engine reads; None for that of the model.
     """
 
     placement: Placement | None = None
@@ -236,6 +237,7 @@ class Recipe(SourcePlan):
     notes: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     defaults: tuple[tuple[str, object, str], ...] = ()
+    engine_folder: str | None = None
 
     def complete(self) -> Recipe:
         """Return the record with the numbers of the plan that follow from its parts: prompts, KL, correction and rewards."""

@@ -473,6 +473,7 @@ def _describe_generation(run: Import, command: SourceCommand, recipe: Recipe) ->
     }
     run.put(" ".join(prefix + name for name in sampling), {f"{SAMPLING}.{name}": value for name, value in sampling.items()})
     tensor = command.count(f"{config}tensor_parallel_size", 1)
+    half = "rollouts in float16" if command.text(f"{INFER}model_args.dtype") == "fp16" else ""
     data, rewards = _read_data(run, command, str(recipe.model)), _read_rewards(run, command)
     return replace(
         recipe,
@@ -481,6 +482,7 @@ def _describe_generation(run: Import, command: SourceCommand, recipe: Recipe) ->
         top_k=int(sampling["top_k"]),
         min_p=0.0,
         infer_tp=tensor,
+        weights=" and ".join(filter(None, (recipe.weights, half))) or None,
         data=(data,),
         keys={
             **recipe.keys,

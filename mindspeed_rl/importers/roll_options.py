@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from mindspeed_rl.importers.options import Option, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, ADVANTAGE, BATCH, CLIP, ENGINE, KL, LORA, RL, WARMUP
-from mindspeed_rl.importers.translators import interval, set_rollout_format
+from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.rollout_formats import SGLANG_FORMATS, VLLM_FORMATS, set_rollout_format
+from mindspeed_rl.importers.translators import interval, name_draft_method
 
 #: roles of rollouts, of DPO and of SFT
 TRAIN, INFER, CRITIC, SFT = "actor_train.", "actor_infer.", "critic.", "sft_train."
@@ -193,8 +196,6 @@ _ROLLOUT: dict[str, Option] = {
     f"{INFER}strategy_args.strategy_config.max_model_len": to(f"{ENGINE}.max_model_len"),
     f"{INFER}strategy_args.strategy_config.enforce_eager": to(f"{ENGINE}.enforce_eager"),
     f"{INFER}strategy_args.strategy_config.max_num_batched_tokens": to(f"{ENGINE}.max_num_batched_tokens"),
-    f"{INFER}strategy_args.strategy_config.quantization": by(set_rollout_format, "quantization: int8, ascend or mxfp8"),
-    f"{INFER}strategy_args.strategy_config.kv_cache_dtype": to(f"{ENGINE}.kv_cache_dtype"),
 }  # fmt: skip
 _OF_ROLLOUTS = no_effect("only rollouts read it")
 
@@ -255,6 +256,33 @@ _COMMON_GROUPS: tuple[tuple[str, Option], ...] = (
     (r"reference(\..+)?", _SHARED_LAYOUT),
 )  # fmt: skip
 _SCORED = with_others("the function that --set REWARD names")
+_STRATEGY = r"actor_infer\.strategy_args\.strategy_config\."
+#: settings of vLLM and SGLang that change no response but by the order of sums
+_HARMLESS = (
+    "VLLM_USE_V1 all2all_backend async_scheduling attention_backend block_size chunked_prefill_size compilation_config "
+    "cpu_offload_gb cuda_graph_bs cuda_graph_max_bs cuda_graph_sizes cudagraph_capture_sizes data_parallel_size "
+    "disable_cuda_graph disable_custom_all_reduce disable_log_requests disable_log_stats disable_mm_preprocessor_cache "
+    "disable_overlap_schedule disable_radix_cache distributed_executor_backend enable_chunked_prefill enable_expert_parallel "
+    "enable_memory_saver enable_metrics enable_prefix_caching ep_size limit_mm_per_prompt load_format log_level log_level_http "
+    "max_num_partial_prefills max_num_seqs max_prefill_tokens max_running_requests max_seq_len_to_capture mem_fraction_static "
+    "mm_processor_cache_gb mm_processor_cache_type model num_gpu_blocks_override optimization_level pipeline_parallel_size "
+    "sampling_backend schedule_policy scheduling_policy seed sleep_level swap_space trust_remote_code watchdog_timeout "
+    "worker_extension_cls"
+)
+
+
+def _set_dtype(run: Import, option: str, value: object) -> None:
+    """Set the dtype of the engine; float16 is a number of the plan."""
+    here = {"bf16": "bfloat16", "fp32": "float32"}.get(str(value))
+    run.translate(option, {} if here is None else {f"{ENGINE}.dtype": here}, "" if here else "see weights of the plan")
+
+
+def _set_of_engine(run: Import, option: str, value: object) -> None:
+    """Set a setting of drafts or of vllm-ascend, which has its name in the engine."""
+    name = option.partition("strategy_config.")[2]
+    run.translate(option, {f"{ENGINE}.{name}": name_draft_method(value) if name.endswith(".method") else value})
+
+
 #: groups with names of many kinds -> their record
 GROUPS: dict[str, tuple[tuple[str, Option], ...]] = {
     "rlvr": (
@@ -265,7 +293,17 @@ GROUPS: dict[str, tuple[tuple[str, Option], ...]] = {
         (r"tag_to_template\..+", refused("a chat template for each domain")),
         (r"critic\..+", no_effect("there is no critic, or it shares the actor's layout")),
         (r"(train_infer_correction|dataset_filter|student_train|student_infer)(\..+)?", refused("a feature of ROLL")),
-        (r"actor_infer\.strategy_args\.strategy_config\.hf_overrides(\..+)?", refused("another config.json for the engine")),
+        (r"actor_infer\.model_args\.dtype", by(_set_dtype, "dtype of the engine")),
+        (rf"{_STRATEGY}dtype", no_effect("ROLL gives its engine the dtype of actor_infer.model_args")),
+        (rf"{_STRATEGY}kv_cache_dtype", to(f"{ENGINE}.kv_cache_dtype")),
+        (
+            rf"{_STRATEGY}quantization",
+            by(partial(set_rollout_format, formats={**VLLM_FORMATS, **SGLANG_FORMATS}), "quantization: int8, ascend or mxfp8"),
+        ),
+        (rf"{_STRATEGY}hf_overrides(\..+)?", refused("another config.json for the engine")),
+        (rf"{_STRATEGY}(speculative|additional)_config(\..+)?", by(_set_of_engine, "the setting of that name")),
+        (rf"{_STRATEGY}({'|'.join(_HARMLESS.split())})(\..+)?", _MEMORY),
+        (rf"{_STRATEGY}.+", refused("a setting of the rollout engine that may change its responses")),
         (r"actor_infer\..+", _MEMORY),
     ),
     "dpo": _COMMON_GROUPS,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.megatron_options import build_megatron_table, describe_megatron, read_layout
 from mindspeed_rl.importers.options import (
     Option,
@@ -44,13 +42,19 @@ from mindspeed_rl.importers.recipe import (
     Rewards,
 )
 from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.rollout_formats import (
+    FORMAT_KEY,
+    SGLANG_FORMATS,
+    find_folder_format,
+    remove_format,
+    set_rollout_format,
+)
 from mindspeed_rl.importers.shell import Command, list_unknown, read_flags
 from mindspeed_rl.importers.source_plan import RECORDED_POLICY
 from mindspeed_rl.importers.translators import (
     choose_training,
     describe_preprocessing,
     name_tokens,
-    set_rollout_format,
     set_template_arguments,
     take_template_words,
 )
@@ -59,8 +63,10 @@ from mindspeed_rl.run.rules.violation import format_value
 
 _SCRIPTS = ("train.py", "train_async.py")
 _LR = 1e-6
-#: name of a Hugging Face folder whose weights are quantized, in the words of their publishers
-_QUANTIZED_FOLDER = re.compile(r"(?i)[-_](mxfp8|fp8|int4|nvfp4|mxfp4|w4a16)([-_]hf)?$")
+#: formats of a Hugging Face folder from which training can start; "" is none
+_READ_FORMATS = ("", "fp8", "mxfp4")
+#: variable that names the model of which a folder has quantized weights
+_BASE = "BASE_MODEL"
 #: rm_type -> reward function here
 _REWARDS = {name: f"slime_{name}" for name in ("deepscaler", "math", "dapo", "f1", "boxed_f1")}
 #: reward function here -> what it says
@@ -355,7 +361,7 @@ _TABLE: dict[str, Option] = {
     "balance_data": to(f"{RL}.use_dp_batch_balance"),
     "sglang_mem_fraction_static": to(f"{ENGINE}.gpu_memory_utilization"),
     "sglang_max_running_requests": to(f"{ENGINE}.max_num_seqs"),
-    "sglang_quantization": by(set_rollout_format, "quantization: w8a8_int8 or mxfp8"),
+    "sglang_quantization": by(partial(set_rollout_format, formats=SGLANG_FORMATS), "quantization: w8a8_int8 or mxfp8"),
     "sglang_kv_cache_dtype": to(f"{ENGINE}.kv_cache_dtype", values={name: name for name in ("auto", "fp8_e4m3", "fp8_e5m2")}),
     # evaluation and logs
     "eval_interval": to(f"{ACTOR}.eval_interval"),
@@ -502,8 +508,9 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             (f"{ACTOR}.use_distributed_optimizer", True, "slime always spreads optimizer state"),
             (f"{RL}.use_remove_padding", True, "slime packs sequences without padding"),
             *_list_balancing(command, folder),
-            *_list_rollout_format(command),
+            *(() if batch.is_sft else _list_rollout_format(folder)),
         ),
+        engine_folder=folder,
     )
     shared = describe_megatron(run, command, shared, learning_rate=_LR)
     return _describe_answers(run, command, batch, shared) if batch.is_sft else _describe_rollout(run, command, batch, shared)
@@ -525,42 +532,35 @@ def _name_formats(run: Import, command: SourceCommand) -> str | None:
     form = command.text("fp8_format")
     kept = ", weights too" if command.flag("fp8_param_gather") else ""
     run.note_given("fp8_format fp8_param_gather", "see weights of the plan" if form else "off", changes_nothing=False)
-    rollout = _find_rollout_format(command)
-    formats = [f"products in fp8 ({form}{kept})"] if form else []
-    formats += [f"rollouts in {rollout}, which --hf-checkpoint has"] if rollout not in ("", "mxfp8") else []
-    return " and ".join(formats) or None
+    return f"products in fp8 ({form}{kept})" if form else None
 
 
-def _find_rollout_format(command: SourceCommand) -> str:
-    """Return the format of a Hugging Face folder that is quantized, to which slime quantizes at each sync; "" for others."""
-    folder = Path(command.text("hf_checkpoint")).expanduser()
-    if command.text("loss_type") == "sft_loss":
-        return ""
-    if (folder / "config.json").is_file():
-        with contextlib.suppress(ValueError):  # explain names a file that is broken
-            found = read_json(folder / "config.json").get("quantization_config")
-            return str(found.get("quant_method", "")) if isinstance(found, Mapping) else ""
-    named = _QUANTIZED_FOLDER.search(folder.name)
-    return named[1].lower() if named else ""
-
-
-def _list_rollout_format(command: SourceCommand) -> tuple[tuple[str, object, str], ...]:
-    """Return the keys of a rollout engine in MXFP8."""
-    if _find_rollout_format(command) != "mxfp8":
+def _list_rollout_format(folder: str) -> tuple[tuple[str, object, str], ...]:
+    """Return the key of a rollout engine in MXFP8; other formats of its folder have none."""
+    if find_folder_format(folder) != "mxfp8":
         return ()
-    reason = "the format of --hf-checkpoint, to which slime quantizes the weights at each sync"
-    return (f"{ENGINE}.quantization", "mxfp8", reason), (f"{ENGINE}.enforce_eager", True, "compiled code cannot emulate mxfp8")
+    return ((FORMAT_KEY, "mxfp8", "the format of --hf-checkpoint, which the rollout engine has at each sync"),)
 
 
 def _find_weights(command: SourceCommand) -> str:
-    """Return the folder of the weights at the start: the Hugging Face folder, unless the Megatron folder has another name."""
+    """Return the folder of the weights at the start: the Hugging Face folder, unless the Megatron folder has another name.
+
+    Raises:
+        ConfigError: there is none, or its weights are in a format that training cannot start from.
+    """
     folder, start = command.text("hf_checkpoint"), command.text("ref_load")
     if not folder:
         raise ConfigError(["--hf-checkpoint is missing"])
-    name = Path(folder).name
-    for suffix in ("-FP8", "-INT4", "-bf16"):
-        name = name.removesuffix(suffix)
-    return folder if not start or Path(start).name.startswith(name) else start
+    found, base = find_folder_format(folder), command.environment.get(_BASE)
+    if found and base:
+        return base
+    name = remove_format(Path(folder).name).removesuffix("-bf16")
+    if start and not Path(start).name.startswith(name):
+        return start
+    if found not in _READ_FORMATS:
+        form = f"--hf-checkpoint {folder} is in {found}, from which training does not start here"
+        raise ConfigError([f"{form}; write --set {_BASE}=FOLDER with the model whose weights these are"])
+    return folder
 
 
 def _read_prediction(run: Import, command: SourceCommand) -> Prediction | None:

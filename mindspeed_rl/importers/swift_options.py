@@ -9,14 +9,15 @@ from dataclasses import replace
 from mindspeed_rl.importers.options import UNSET, Option, by, each, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, BATCH, CLIP, ENGINE, KL, LORA, PREDICTION, RL, SAMPLING, WARMUP
 from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.rollout_formats import set_rollout_format
 from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.translators import (
+    name_draft_method,
     negated,
     offload_optimizer,
     set_model,
     set_output,
-    set_rollout_format,
     set_trackers,
     texts,
 )
@@ -123,8 +124,8 @@ def _engine_arguments(run: Import, option: str, value: object) -> None:
 def _drafts(run: Import, option: str, value: object) -> None:
     """Set speculative_config; methods that are named by a model are prediction layers."""
     if keys := _mapping(run, option, value):
-        if str(keys.get("method")).endswith("_mtp"):
-            keys = {**keys, "method": "mtp"}
+        if "method" in keys:
+            keys = {**keys, "method": name_draft_method(keys["method"])}
         run.translate(option, {f"{ENGINE}.speculative_config": keys})
 
 

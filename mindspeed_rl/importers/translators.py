@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
-from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.options import Option, SourceCommand, by, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL
 from mindspeed_rl.importers.result import Import
@@ -283,58 +280,9 @@ def set_template_arguments(run: Import, option: str, value: object) -> None:
     run.translate(option, thinking | ({f"{ACTOR}.chat_template_kwargs": values} if values else {}))
 
 
-#: names of formats in vLLM, vllm-ascend and SGLang, which quantize activations too -> the key's value
-_ROLLOUT_FORMATS: Mapping[object, str] = {"int8": "int8", "ascend": "int8", "w8a8_int8": "int8", "mxfp8": "mxfp8"}
-_FROM_FOLDER = "weights from a folder that is quantized already"
-#: names of formats that only resemble the key's values -> the difference
-_OTHER_FORMATS = {
-    "modelopt_mxfp8": f"{_FROM_FOLDER}; mxfp8 quantizes the trained weights",
-    "w4afp8": "int4 weights with activations in fp8; w4a8 has int8 activations",
-    "w4a8": "int4 weights whose blocks and scales the engine chooses; w4a8 here has a scale per 32 elements of a row",
-    "qoq": f"{_FROM_FOLDER}, with a zero point per block; w4a8 has none",
-    "experts_int8": "int8 weights of experts with activations in dtype; int8 quantizes activations, and attention and MLP too",
-    "int8_per_channel_weight_only": "int8 weights with activations in dtype; int8 quantizes both",
-}
-
-
-def set_rollout_format(run: Import, option: str, value: object, *, formats: Mapping[object, str] = _ROLLOUT_FORMATS) -> None:
-    """Set the format of the engine's matrices, by its name in the project's engine; refuse others by name."""
-    if value in (None, "", "null", "None"):
-        run.note(option, "the engine has the format of dtype")
-    elif isinstance(value, str) and value in formats:
-        keys: dict[str, object] = {"generate_config.quantization": formats[value]}
-        # compiled code cannot have an emulated format; results do not depend on it
-        keys |= {"generate_config.enforce_eager": True} if QUANTIZED_FORMATS[formats[value]].is_emulated else {}
-        run.translate(option, keys, "quantized at each weight sync")
-    elif isinstance(value, str) and value in _OTHER_FORMATS:
-        run.refuse(option, f"a rollout engine in {value}: {_OTHER_FORMATS[value]}")
-    else:
-        cache = ", and for only keys and values kv_cache_dtype: fp8_e4m3" if "fp8" in str(value) else ""
-        run.refuse(option, f"a rollout engine in {value}; int8 and mxfp8 are available, quantized at each weight sync{cache}")
-
-
-#: names of matrices that stay in dtype in all formats of the key
-_IN_DTYPE = re.compile(r"(lm_head|embed_tokens|kv_b_proj|in_proj_(a|b|ba)|visual\..+)\.weight")
-
-
-def check_quantized_layers(run: Import, option: str, value: object, *, matrices: str) -> None:
-    """Accept a description of ModelSlim whose quantized matrices are those of `generate_config.quantization: mxfp8`.
-
-    Args:
-        matrices: format of the matrices, such as W8A8_MXFP8.
-    """
-    if not value:
-        return run.note(option, "the folder of the model describes its matrices")
-    try:
-        described = {name: kind for name, kind in read_json(str(value)).items() if name.endswith(".weight")}
-    except ValueError as error:
-        return run.refuse(option, f"a rollout engine whose matrices a file describes: {error}")
-    if others := sorted({str(kind) for kind in described.values()} - {matrices, "FLOAT"}):
-        return run.refuse(option, f"matrices in {', '.join(others)}; {matrices} is available")
-    kept = [name for name, kind in described.items() if kind == "FLOAT" and "_proj" in name and not _IN_DTYPE.search(name)]
-    if kept:
-        return run.refuse(option, f"{len(kept)} matrices that stay in dtype, such as {kept[0]}; mxfp8 quantizes all of them")
-    return run.note(option, f"its matrices are those that generate_config.quantization has in {matrices}")
+def name_draft_method(name: object) -> object:
+    """Return the method of drafts; methods that are named by a model are prediction layers."""
+    return "mtp" if str(name).endswith("_mtp") else name
 
 
 def negated(key: str) -> Option:

@@ -29,13 +29,12 @@ from mindspeed_rl.importers.recipe import (
     ENGINE as GENERATE,
 )
 from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.rollout_formats import check_quantized_layers, set_rollout_format
 from mindspeed_rl.importers.translators import (
     TRACKERS,
-    check_quantized_layers,
     interval,
     note_remote_code,
     note_trackers,
-    set_rollout_format,
     set_template_arguments,
 )
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
@@ -57,9 +56,7 @@ _MUON = {
 _OTHER_ENGINE = no_effect("read by another engine of verl, or a choice of its kernels")
 _PROFILED = no_effect("read by another profiling tool, or by no run of ours: see profiler_config")
 #: verl quantizes the matrices of an engine in "ascend" by npu_dynamic_mx_quant at each sync, which is MXFP8
-ROLLOUT_FORMAT = by(
-    partial(set_rollout_format, formats={"ascend": "mxfp8", "mxfp8": "mxfp8", "int8": "int8"}), "quantization: ascend is mxfp8"
-)
+ROLLOUT_FORMAT = by(partial(set_rollout_format, formats={"ascend": "mxfp8"}), "quantization: ascend is mxfp8")
 _QUANTIZED = refused("quantization-aware training", unless=("w4a16", 16, "static_minmax"))
 _BY_SWITCH = no_effect("read only with a feature that is refused where it is switched on")
 _HF = no_effect("the platform chooses the kernels")

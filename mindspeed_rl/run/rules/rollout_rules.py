@@ -471,7 +471,7 @@ def _quantization(run: Run) -> Iterator[Broken]:
         return
     actor, drafts, is_npu = cfg.with_shape("actor_config"), generate.drafts or {}, cfg.platform == "npu"
     sizes = QUANTIZED_FORMATS[generate.quantization]
-    compiled = sizes.is_emulated and not is_npu and not generate.enforce_eager
+    compiled = sizes.is_emulated and cfg.platform == "cpu" and not generate.enforce_eager
     for is_on, other, reason in (
         (cfg.platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
         (is_npu and sizes.absent_on_npu, None, f"on npu: {sizes.absent_on_npu}"),
@@ -486,7 +486,8 @@ def _quantization(run: Run) -> Iterator[Broken]:
     ):
         if is_on:
             given = {} if other is None else {other: getattr(generate, other)}
-            yield violate("quantization", f"[{key}] is not available {reason}", {key: None}, keys=given)
+            change = {"generate_config.enforce_eager": True} if other == "enforce_eager" else {key: None}
+            yield violate("quantization", f"[{key}] is not available {reason}", change, keys=given)
 
 
 #: platform without `exact_log_probs` -> the reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -155,7 +156,7 @@ def test_slime_without_colocation_has_servers_and_its_second_script_is_one_rollo
         ("--rollout-top-p 0.9", "log-probs over the sampled nucleus"),
         ("--enable-mtp-training", "it needs --mtp-num-layers"),
         ("--custom-generate-function-path a.b", "a function in slime's form"),
-        ("--sglang-quantization fp8", "a rollout engine in fp8; int8 and mxfp8 are available.*kv_cache_dtype"),
+        ("--sglang-quantization fp8", "a rollout engine in fp8; w8a8_int8 and mxfp8 are available.*kv_cache_dtype"),
         ("--sglang-quantization w8a8_int8", "importance_sampling would be token_truncate"),
         ("--sglang-quantization w4afp8", "a rollout engine in w4afp8: int4 weights with activations in fp8"),
     ],
@@ -197,26 +198,69 @@ def test_slime_s_quantized_engine_and_fp8_cache_are_keys_here(name: str, ours: s
 
 
 @pytest.mark.parametrize(
-    ("folder", "method", "ours", "accept"),
+    ("folder", "config", "ours", "accept"),
     [
-        ("/m/Qwen3-8B-FP8", None, None, "rollouts in fp8, which --hf-checkpoint has"),
-        ("own", "mxfp8", "mxfp8", ""),
-        ("own", "compressed-tensors", None, "rollouts in compressed-tensors"),
-        ("own", "", None, ""),
+        ("/m/Qwen3-8B-FP8", None, None, "rollouts in fp8, which Qwen3-8B-FP8 has"),
+        ("own", {"quant_method": "mxfp8"}, "mxfp8", ""),
+        ("own", {"quant_method": "compressed-tensors"}, None, "rollouts in compressed-tensors"),
+        ("own", {"quant_algo": "FP8"}, None, r"rollouts in a format without quant_method \(quant_algo\)"),
+        ("own", {}, None, ""),
     ],
 )
 def test_the_folder_of_slime_decides_the_format_of_its_rollouts(
-    folder: str, method: str | None, ours: str | None, accept: str, tmp_path: Path
+    folder: str, config: dict | None, ours: str | None, accept: str, tmp_path: Path
 ) -> None:
-    if method is not None:
+    if config is not None:
         folder = str(tmp_path)
-        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}} if method else {}))
-    command = f"{SLIME}--num-rollout 10 --global-batch-size 256 ".replace("--hf-checkpoint m ", f"--hf-checkpoint {folder} ")
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    command = name_folder(folder)
+    settings = ImportSettings(rewards=REWARDS, rows=8192, variables={"BASE_MODEL": "/m/base"})
     if accept:
-        fail("slime", command, f"weights would be float32 here, but is {accept}.*; --accept weights")
-    settings = ["weights"] if accept else ["importance_sampling"] if ours else []
-    engine = take("slime", command, *settings).tree["generate_config"]
-    assert (engine.get("quantization"), engine.get("enforce_eager")) == (ours, True if ours else None)
+        with pytest.raises(ConfigError, match=f"weights would be float32 here, but is {accept}.*; --accept weights"):
+            import_command(PROJECTS["slime"], command, settings)
+    accepted = frozenset(["weights"] if accept else ["importance_sampling"] if ours else [])
+    run = import_command(PROJECTS["slime"], command, replace(settings, accepted=accepted))
+    assert run.get("generate_config.quantization") == ours and run.get("generate_config.enforce_eager") is None
+    assert run.get("actor_config.load") == ("/m/base" if config or config is None else folder)
+    assert run.get("megatron_training.tokenizer_name_or_path") == folder
+    if config or config is None:
+        other = f"{command} --sglang-quantization w8a8_int8"
+        with pytest.raises(ConfigError, match="two formats of the rollout engine: the folder is in .*an option says int8"):
+            import_command(PROJECTS["slime"], other, replace(settings, accepted=accepted))
+
+
+def name_folder(folder: str, start: str = "") -> str:
+    command = f"{SLIME}--num-rollout 10 --global-batch-size 256 {start}"
+    return command.replace("--hf-checkpoint m ", f"--hf-checkpoint {folder} ")
+
+
+@pytest.mark.parametrize("name", ["MXFP8", "INT4", "NVFP4", "w4a16", "AWQ"])
+def test_training_of_slime_does_not_start_from_a_quantized_folder_that_is_not_read(name: str) -> None:
+    for start in ("", "--ref-load /m/Qwen3-8B_torch_dist ", f"--ref-load /m/Qwen3-8B-{name}_torch_dist "):
+        fail("slime", name_folder(f"/m/Qwen3-8B-{name}", start), f"is in {name.lower()}, .*write --set BASE_MODEL=FOLDER")
+    # blocks of fp8 are read; a Megatron folder with another name is what training starts from
+    for folder, start, load in (
+        ("/m/Qwen3-8B-FP8", "/m/Qwen3-8B_torch_dist", "/m/Qwen3-8B-FP8"),
+        (f"/m/Qwen3-8B-{name}", "/m/other_torch_dist", "/m/other_torch_dist"),
+    ):
+        run = take("slime", name_folder(folder, f"--ref-load {start} "), "weights", "importance_sampling")
+        assert run.get("actor_config.load") == load
+
+
+def test_supervised_training_of_slime_has_no_format_of_rollouts() -> None:
+    words = "--loss-type sft_loss --disable-compute-advantages-and-returns --debug-train-only "
+    command = name_folder("/m/Qwen3-8B-MXFP8", words)
+    command = command.replace("--rm-type math ", "--input-key messages ")
+    settings = ImportSettings(rewards=REWARDS, variables={"BASE_MODEL": "/m/base"}, accepted=frozenset(["aggregation"]))
+    run = import_command(PROJECTS["slime"], command, settings)
+    assert run.get("generate_config.quantization") is None and run.get("actor_config.load") == "/m/base"
+
+
+def test_the_same_format_in_folder_and_option_is_one_format() -> None:
+    command = name_folder("/m/Qwen3-8B-MXFP8") + "--sglang-quantization mxfp8"
+    settings = ImportSettings(rewards=REWARDS, rows=8192, variables={"BASE_MODEL": "b"})
+    run = import_command(PROJECTS["slime"], command, replace(settings, accepted=frozenset(["importance_sampling"])))
+    assert run.get("generate_config.quantization") == "mxfp8"
 
 
 def test_slime_trains_prediction_layers_apart_from_the_model() -> None:

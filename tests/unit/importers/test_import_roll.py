@@ -191,10 +191,39 @@ def test_the_format_of_the_rollout_engine_is_a_key(folder: Path) -> None:
 
     keys = run("quantization: mxfp8, kv_cache_dtype: fp8_e4m3").tree["generate_config"]
     assert (keys["quantization"], keys["kv_cache_dtype"]) == ("mxfp8", "fp8_e4m3")
-    with pytest.raises(ConfigError, match="a rollout engine in fp8; int8 and mxfp8 are available"):
+    with pytest.raises(ConfigError, match="a rollout engine in fp8; int8, ascend, mxfp8 and w8a8_int8 are available"):
         run("quantization: fp8")
     with pytest.raises(ConfigError, match="another config.json for the engine"):
         run("hf_overrides: {quantization_config: {quant_method: fp8}}")
+    # the engine's own dtype is overwritten by the model's
+    assert "actor_infer.model_args" in run("dtype: float16").without_effect["actor_infer.strategy_args.strategy_config.dtype"]
+    assert run("block_size: 16, sleep_level: 2, compilation_config: {level: 1}").refused == {}
+    drafts = run("speculative_config: {method: qwen3_next_mtp, num_speculative_tokens: 2}, additional_config: {a: 1}")
+    assert drafts.get("generate_config.speculative_config") == {"method": "mtp", "num_speculative_tokens": 2}
+    assert drafts.get("generate_config.additional_config") == {"a": 1}
+    for more in ("calculate_kv_scales: true", "quantization_param_path: a.json", "hf_config_path: b", "logits_processors: [c]"):
+        with pytest.raises(ConfigError, match="a setting of the rollout engine that may change its responses"):
+            run(more)
+    assert run("calculate_kv_scales: false").get("generate_config.kv_cache_dtype") is None
+
+
+@pytest.mark.parametrize(("name", "ours"), [("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", None)])
+def test_the_dtype_of_the_rollout_engine_is_that_of_its_model(folder: Path, name: str, ours: str | None) -> None:
+    changes = {"actor_infer:\n": f"actor_infer:\n  model_args: {{dtype: {name}}}\n"}
+    if name != "bf16":
+        match = "but is rollouts in float16 in ROLL; --accept weights" if ours is None else "must agree: trainer and rollout"
+        with pytest.raises(ConfigError, match=match):
+            run_import(changes)
+    if ours == "float32":
+        return
+    accepted = frozenset() if ours else frozenset(["weights"])
+    assert run_import(changes, accepted).get("generate_config.dtype") == ours
+
+
+def test_rollouts_in_the_format_of_a_quantized_folder_are_a_difference_in_roll(folder: Path) -> None:
+    changes = {"Qwen/Qwen3-8B": "Qwen/Qwen3-8B-FP8"}
+    with pytest.raises(ConfigError, match="but is rollouts in fp8, which Qwen3-8B-FP8 has in ROLL; --accept weights"):
+        run_import(changes)
 
 
 def test_the_mean_over_responses_that_train_is_accepted_by_name(folder: Path) -> None:

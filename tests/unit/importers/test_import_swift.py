@@ -39,7 +39,7 @@ def test_a_quantized_rollout_is_quantized_from_the_trained_weights_and_other_for
     for name in ("int8", "mxfp8"):
         run = imported(f"--vllm_quantization {name}", accepted={"importance_sampling"})
         assert run.get("generate_config.quantization") == name
-    assert "a rollout engine in fp8; int8 and mxfp8 are available" in refusal("--vllm_quantization fp8")
+    assert "a rollout engine in fp8; int8, ascend and mxfp8 are available" in refusal("--vllm_quantization fp8")
     assert "activations in dtype" in refusal("--vllm_quantization experts_int8")
     arguments = json.dumps({"quantization": "ascend", "kv_cache_dtype": "fp8", "scheduling_policy": "fcfs"})
     keys = imported(f"--vllm_engine_kwargs '{arguments}'", accepted={"importance_sampling"}).tree["generate_config"]

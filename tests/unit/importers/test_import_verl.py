@@ -735,12 +735,13 @@ def test_prediction_layers_train_with_verls_weight_and_their_drafts_are_those_of
 
 def test_a_quantized_rollout_has_the_format_that_verl_syncs_and_other_formats_are_refused_by_name(tmp_path: Path) -> None:
     corrected = {"importance_sampling"}  # by default here, and not there
-    assert "importance_sampling would be token_truncate" in refusal(f"{R}.quantization=int8")
+    assert "importance_sampling would be token_truncate" in refusal(f"{R}.quantization=ascend")
     # verl calls npu_dynamic_mx_quant for the weights of an engine in "ascend"
-    for name, ours in {"int8": "int8", "ascend": "mxfp8", "mxfp8": "mxfp8"}.items():
-        assert imported(f"{R}.quantization={name}", accepted=corrected).get("generate_config.quantization") == ours
+    assert imported(f"{R}.quantization=ascend", accepted=corrected).get("generate_config.quantization") == "mxfp8"
     assert imported(f"{R}.quantization=null").get("generate_config.quantization") is None
-    assert "a rollout engine in fp8; int8 and mxfp8 are available" in refusal(f"{R}.quantization=fp8")
+    # verl itself takes fp8, torchao and ascend
+    for name in ("fp8", "torchao", "int8", "mxfp8"):
+        assert f"a rollout engine in {name}; ascend is available" in refusal(f"{R}.quantization={name}")
     assert "a rollout engine in w4afp8: int4 weights with activations in fp8" in refusal(f"{R}.quantization=w4afp8")
     vllm = f"+{R}.engine_kwargs.vllm."
     run = imported(f"{vllm}quantization=ascend {vllm}kv_cache_dtype=fp8", accepted=corrected)
@@ -748,21 +749,71 @@ def test_a_quantized_rollout_has_the_format_that_verl_syncs_and_other_formats_ar
     assert "a rollout engine in fp8" in refusal(f"{vllm}quantization=fp8")
 
 
+@pytest.mark.parametrize("eager", [None, True, False])
+def test_graphs_are_the_choice_of_the_command_whatever_the_order_of_its_options(eager: bool | None) -> None:
+    options = [f"{R}.quantization=ascend", *([] if eager is None else [f"{R}.enforce_eager={eager}"])]
+    for words in (options, options[::-1]):
+        run = imported(" ".join(words), accepted={"importance_sampling"})
+        # false by default in verl
+        assert values(run, "generate_config.quantization", "generate_config.enforce_eager") == ["mxfp8", bool(eager)]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "rollouts in fp8, which own has"),
+        ({"quantization_config": {"quant_method": "mxfp8"}}, "rollouts in mxfp8, which own has"),
+        ({"quantization_config": {}}, ""),
+        ({}, ""),
+    ],
+)
+def test_rollouts_in_the_format_of_a_quantized_folder_are_a_difference(tmp_path: Path, config: dict, message: str) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = f"{M}.path={folder}"
+    if not message:
+        assert imported(model).get("generate_config.quantization") is None
+        return
+    assert f"weights would be float32 here, but is {message} in verl" in refusal(model)
+    assert imported(model, accepted={"weights"}).get("generate_config.quantization") is None
+    if "in fp8" in message:
+        assert "two formats of the rollout engine: the folder is in fp8" in refusal(f"{model} {R}.quantization=ascend")
+
+
+QUANTIZED = {"model.layers.0.self_attn.q_proj": "W8A8_MXFP8"}
+
+
 @pytest.mark.parametrize(
     ("matrices", "message"),
     [
-        ({"q_proj": "W8A8_MXFP8", "kv_b_proj": "FLOAT"}, ""),
-        ({"q_proj": "W8A8_DYNAMIC"}, "matrices in W8A8_DYNAMIC; W8A8_MXFP8 is available"),
-        ({"q_proj": "W8A8_MXFP8", "o_proj": "FLOAT"}, "1 matrices that stay in dtype, such as model.layers.0.self_attn.o_proj"),
+        (QUANTIZED | {"model.layers.0.self_attn.kv_b_proj": "FLOAT", "lm_head": "FLOAT"}, ""),
+        (QUANTIZED | {"model.visual.blocks.0.attn.q_proj": "FLOAT", "model.layers.0.linear_attn.in_proj_a": "FLOAT"}, ""),
+        ({"model.layers.0.self_attn.q_proj": "W8A8_DYNAMIC"}, "matrices in W8A8_DYNAMIC; W8A8_MXFP8 is available"),
+        (
+            QUANTIZED | {"model.layers.0.self_attn.o_proj": "FLOAT"},
+            "1 matrices that stay in dtype there and are quantized here, such as model.layers.0.self_attn.o_proj",
+        ),
+        (
+            QUANTIZED | {"model.layers.0.mlp.experts.1.w2": "FLOAT"},
+            "1 matrices that stay in dtype there and are quantized here, such as model.layers.0.mlp.experts.1.w2",
+        ),
+        *(
+            (QUANTIZED | {name: "W8A8_MXFP8"}, f"1 matrices that are quantized there and stay in dtype here, such as {name}")
+            for name in ("lm_head", "model.layers.0.self_attn.kv_b_proj", "visual.blocks.0.attn.qkv", "model.embed_tokens")
+        ),
+        ({}, "a description without a matrix in W8A8_MXFP8"),
+        ({"lm_head": "FLOAT"}, "a description without a matrix in W8A8_MXFP8"),
         ("none", "a rollout engine whose matrices a file describes: .* has no q.json"),
         ("[", "q.json is not valid JSON"),
+        ("[]", "a rollout engine whose matrices a file describes"),
     ],
 )
 def test_a_description_of_quantized_matrices_is_read(tmp_path: Path, matrices: dict[str, str] | str, message: str) -> None:
     path = tmp_path / "q.json"
     if isinstance(matrices, dict):
-        described = {f"model.layers.0.self_attn.{name}.weight": kind for name, kind in matrices.items()}
-        path.write_text(json.dumps({"lm_head.weight": "FLOAT", "quant_method": "ascend"} | described))
+        described = {f"{name}.weight": kind for name, kind in matrices.items()}
+        path.write_text(json.dumps({"quant_method": "ascend"} | described))
     elif matrices != "none":
         path.write_text(matrices)
     options = f"{R}.quantization=ascend {R}.quantization_config_file={path}"
@@ -772,6 +823,17 @@ def test_a_description_of_quantized_matrices_is_read(tmp_path: Path, matrices: d
         run = imported(options, accepted={"importance_sampling"})
         assert run.get("generate_config.quantization") == "mxfp8"
         assert "its matrices are those" in run.without_effect[f"{R}.quantization_config_file"]
+
+
+def test_a_description_is_read_only_next_to_ascend(tmp_path: Path) -> None:
+    # verl: `if quantization is not None and self.config.quantization_config_file is not None`
+    for words in ("", f"{R}.quantization=null"):
+        run = imported(f"{words} {R}.quantization_config_file={tmp_path}/absent.json")
+        assert run.get("generate_config.quantization") is None
+        assert run.without_effect[f"{R}.quantization_config_file"] == "it is read with quantization"
+    for name in ("int8", "fp8"):
+        words = f"{R}.quantization={name} {R}.quantization_config_file={tmp_path}/absent.json"
+        assert f"a rollout engine in {name}; ascend is available" in refusal(words)
 
 
 def test_an_unknown_option_may_be_left_out_by_the_user() -> None:

@@ -600,7 +600,7 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         *("quantization", ["quantization (w4a8)", "W4A8_DYNAMIC", "another number format", "int8 works"]),
     ),
     (
-        {G: {"quantization": "mxfp8", "enforce_eager": False}},
+        {"platform": "cpu", G: {"quantization": "mxfp8", "enforce_eager": False}},
         *("quantization", ["quantization (mxfp8)", "enforce_eager", "compiled code"]),
     ),
     ({G: {"quantization": "int8", D: {"method": "mtp"}}}, "quantization", ["draft model", "ngram and suffix work"]),
