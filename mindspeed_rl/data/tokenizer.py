@@ -180,18 +180,40 @@ def check_tokens(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
             )
 
 
-def check_special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: str | Path) -> None:
-    """Check that the model has the end and the padding token.
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, sizes: Mapping[str, int], path: str | Path) -> list[str]:
+    """Check that the models of a run have the tokens of its tokenizer; return a warning where they lack only added ones.
+
+    Some published models have added tokens that their embedding lacks, such as the one for images in a model of text. Only
+    texts with such a token cannot be read; they are refused where they are found.
+
+    Args:
+        sizes: number of tokens that a model can read, by its folder.
 
     Raises:
-        ValueError: the model could never sample the end token, or would read a padding token that it has not.
+        ValueError: a model lacks the end token, the padding token, or tokens that any text may have.
     """
+    key = f"tokenizer_name_or_path={str(path)!r}"
+    folder, vocab_size = min(sizes.items(), key=lambda item: item[1])
     for name, token_id in (("eos_token", tokenizer.eos_token_id), ("pad_token", tokenizer.pad_token_id)):
         if isinstance(token_id, int) and token_id >= vocab_size:
             raise ValueError(
-                f"tokenizer_name_or_path={str(path)!r}: its {name} is token {token_id}, but the model's vocabulary has"
-                f" {vocab_size}; give the tokenizer of the model, or another {name} in its tokenizer_config.json"
+                f"{key}: its {name} is token {token_id}, but the model's vocabulary has {vocab_size} ({folder}); give the"
+                f" tokenizer of the model, or another {name} in its tokenizer_config.json"
             )
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    missing = {token_id: token for token, token_id in vocabulary.items() if token_id >= vocab_size}
+    if not missing:
+        return []
+    of_text = {token_id: token for token_id, token in missing.items() if token not in added}
+    kind, tokens = ("tokens of text", of_text) if of_text else ("added tokens", missing)
+    first = min(tokens)
+    problem = (
+        f"{key}: the tokenizer has {len(vocabulary)} tokens, but the model's vocabulary has {vocab_size} ({folder}): it lacks"
+        f" {len(tokens)} {kind}, such as {first} ({tokens[first]!r})"
+    )
+    if of_text:
+        raise ValueError(f"{problem}; give the tokenizer of the model")
+    return [f"{problem}; texts with them are refused"]
 
 
 def set_eos_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:

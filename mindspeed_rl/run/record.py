@@ -71,6 +71,11 @@ class Run:
         return replace(self.config.actor_config, **cast("dict[str, Any]", dict(self.prepared)))
 
     @property
+    def vocab_sizes(self) -> dict[str, int]:
+        """Number of tokens that the model of each role can read, by its folder; empty before the models are planned."""
+        return {str(model.source.hf_folder): model.plan.model_config.vocab_size for model in self.models.values()}
+
+    @property
     def fault_tolerance(self) -> FaultTolerance:
         """Keys of fault_tolerance; supervised stages have the defaults."""
         return FaultTolerance() if self.config.rl_config is None else self.config.rl_config.fault_tolerance

@@ -26,9 +26,9 @@ from mindspeed_rl.data.images import describe_images, list_grids, prepare_images
 from mindspeed_rl.data.indexed import check_columns, check_text_only, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
 from mindspeed_rl.data.tokenizer import (
-    check_special_tokens,
     check_tokenizer_files,
     check_tokens,
+    check_vocabulary,
     hash_vocabulary,
     load_tokenizer,
 )
@@ -183,12 +183,14 @@ def check_rl(run: Run) -> RLInputs:
     run = plan_models(run)
     resume = run.resume
     assert resume is not None
+    _check_weights(run)
     _check_engine_files(run)
     _check_cache_room(run)
     tokenizer_path = str(Path(actor.tokenizer_name_or_path or run.models["actor"].source.hf_folder).expanduser())
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
     check_tokens(tokenizer, tokenizer_path)
-    check_special_tokens(tokenizer, run.models["actor"].plan.model_config.vocab_size, tokenizer_path)
+    _check_tokenizers(run, tokenizer, tokenizer_path)
+    warnings = check_vocabulary(tokenizer, run.vocab_sizes, tokenizer_path)
     for key, value in list_prompt_paths(run).items():
         path = split_slice(value)[0] if isinstance(value, str) else ""
         if path and list_packed_columns(path):
@@ -199,7 +201,7 @@ def check_rl(run: Run) -> RLInputs:
     prompt_order = PromptOrder.from_config(run.rl)
     build_prompt_sampler(prompt_order, prompts, seed=actor.seed, shuffle=not actor.no_shuffle)
     check_agents(run, tokenizer, prompts[0]["prompt_ids"])
-    warnings = _try_rewards(run, functions, env, prompts, tokenizer)
+    warnings += _try_rewards(run, functions, env, prompts, tokenizer)
     overlaps = [line for each in (held_out, *eval_sets.values()) for line in describe_overlap(prompts, each)]
     warnings = [*describe_prompts(prompts, run.plan.num_prompts), *overlaps, *warnings]
     warnings += _describe_weights(run)
@@ -212,7 +214,6 @@ def check_rl(run: Run) -> RLInputs:
     order_change = resume.describe_order_change(described)
     done = resume.state.get("rollout_prompts", resume.iteration * run.plan.num_prompts)
     run = resolve_length(run, len(prompts), (resume.iteration, done))
-    _check_models(run, tokenizer, tokenizer_path)
     term = None if run.objective is None else run.objective.distillation
     if term is not None and term.has_servers:
         TeacherServers(term, run.rl.distillation, None, run.deadlines.rows_s).check(tokenizer, prompts[0]["prompt_ids"])
@@ -395,11 +396,11 @@ def _check_engine_files(run: Run) -> None:
         check_expert_map(Path(generate.expert_map_path), len(model_config.moe_layers), experts, devices)
 
 
-def _check_models(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: str) -> None:
+def _check_weights(run: Run) -> None:
     """Check the weights of every role, and report where the critic's head comes from.
 
     Raises:
-        ValueError: weights are of another kind, or the reward model cannot read the actor's tokens.
+        ValueError: weights are of another kind.
     """
     if (critic := run.models.get("critic")) is not None and lacks_score_head(critic.source):
         print(describe_fresh_head("critic", critic.source), flush=True)
@@ -412,6 +413,14 @@ def _check_models(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: 
     ]
     for text in dict.fromkeys(warnings):
         print(text, flush=True)
+
+
+def _check_tokenizers(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: str) -> None:
+    """Check that the reward model and the teachers have the actor's tokenizer.
+
+    Raises:
+        ValueError: one of them cannot read the actor's tokens.
+    """
     readers = {"reward": "reward_config.load"}
     if run.objective is not None and run.objective.distillation is not None:
         readers |= dict.fromkeys(run.objective.distillation.models.values(), "rl_config.distillation.teacher_models")

@@ -18,7 +18,7 @@ from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.images import describe_images, read_first_grids
 from mindspeed_rl.data.prompts import PromptDataset
-from mindspeed_rl.data.tokenizer import check_tokenizer_files, check_tokens
+from mindspeed_rl.data.tokenizer import check_tokenizer_files, check_tokens, check_vocabulary
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.rewards.pool import RewardPool
@@ -101,7 +101,9 @@ def check_supervised(run: Run) -> SupervisedInputs:
     for text in check_weights(config, source, is_scored=config.stage == "orm"):
         print(text, flush=True)
     tokenizer = load_tokenizer_of(config, source)  # raises where there is none
-    check_tokens(tokenizer, config.tokenizer_name_or_path or source.hf_folder)
+    tokenizer_path = config.tokenizer_name_or_path or source.hf_folder
+    check_tokens(tokenizer, tokenizer_path)
+    warnings = check_vocabulary(tokenizer, run.vocab_sizes, tokenizer_path)
     eval_sets = load_answer_sets(run, tokenizer)
     run, cards = prepare_data(run, tokenizer)
     num_rows = None if config.train_epochs is None else count_rows(run)
@@ -112,7 +114,7 @@ def check_supervised(run: Run) -> SupervisedInputs:
     if config.stage == "orm" and lacks_score_head(source):
         print(describe_fresh_head("reward model", source), flush=True)
     num_devices = run.plan.world_size
-    for warning in (*cards.warnings, *describe_machine(run)):
+    for warning in (*warnings, *cards.warnings, *describe_machine(run)):
         print(f"warning: {warning}", flush=True)
     lines = [*map(str, cards.cards), str(resume), f"starting {num_devices} workers on {run.platform} ..."]
     if num_rows is not None:

@@ -18,7 +18,7 @@ from mindspeed_rl.data.messages import openai_messages
 from mindspeed_rl.data.prompts import open_prompts
 from mindspeed_rl.data.sources import drop_nulls, open_source, read_rows
 from mindspeed_rl.data.templates import join_text, load_template
-from mindspeed_rl.data.tokenizer import check_special_tokens, load_tokenizer
+from mindspeed_rl.data.tokenizer import check_vocabulary, load_tokenizer
 
 BYTES = build_tokenizer()
 
@@ -763,9 +763,27 @@ def test_tokens_that_a_model_has_not_are_found_by_file_and_row(write_jsonl):
     with pytest.raises(ValueError, match=rf"data_path: .*rows.jsonl, row 2: .* token {new}, .* vocabulary has {new}"):
         prompts.check_token_ids(new, "data_path")
     end = BYTES.eos_token_id
-    check_special_tokens(BYTES, 1 + max(end, BYTES.pad_token_id), "folder")
     with pytest.raises(ValueError, match=f"its eos_token is token {end}, but the model's vocabulary has {end}"):
-        check_special_tokens(BYTES, end, "folder")
+        check_vocabulary(BYTES, {"model": end}, "folder")
+
+
+def test_a_vocabulary_that_is_smaller_than_the_tokenizer_is_an_error_where_any_text_may_need_it():
+    """By counts: the tokens of text have the first ids, two added ones the last."""
+    tokenizer = build_tokenizer()
+    text = len(tokenizer)
+    assert check_vocabulary(tokenizer, {"model": text}, "folder") == []
+    tokenizer.add_tokens(["<image>", "<video>"])
+    assert check_vocabulary(tokenizer, {"model": text + 2, "padded": 2 * text}, "folder") == []
+    (warning,) = check_vocabulary(tokenizer, {"actor": text + 2, "critic": text}, "folder")
+    sizes = f"the tokenizer has {text + 2} tokens, but the model's vocabulary has"
+    assert f"{sizes} {text} (critic): it lacks 2 added tokens, such as {text} ('<image>')" in warning
+    (warning,) = check_vocabulary(tokenizer, {"model": text + 1}, "folder")
+    assert f"it lacks 1 added tokens, such as {text + 1} ('<video>')" in warning
+    last = tokenizer.convert_ids_to_tokens(text - 1)
+    with pytest.raises(ValueError, match="lacks 1 tokens of text") as error:
+        check_vocabulary(tokenizer, {"model": text - 1}, "folder")
+    assert f"tokenizer_name_or_path='folder': {sizes} {text - 1} (model): it" in str(error.value)
+    assert f"such as {text - 1} ({last!r}); give the tokenizer of the model" in str(error.value)
 
 
 def test_rows_without_a_label_are_dropped_and_counted(write_jsonl):

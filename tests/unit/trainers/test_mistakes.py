@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from mindspeed_rl.cli.explain import main as explain
 from mindspeed_rl.cli.main import main
@@ -144,6 +145,23 @@ def other_vocabulary() -> list[str]:
     content["model"]["vocab"] = {token: index + 5000 * (index > 3) for token, index in content["model"]["vocab"].items()}
     path.write_text(json.dumps(content))
     return [f"megatron_training.tokenizer_name_or_path={model}"]
+
+
+def added_tokens(*rows_of_data: dict[str, Any], **special: str) -> Callable[[], list[str]]:
+    """A tokenizer with one token more than the model has rows, and data that may have it."""
+
+    def add() -> list[str]:
+        model = copy_model()
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        rows_of_model = json.loads((model / "config.json").read_text())["vocab_size"]
+        tokenizer.add_tokens([*(f"<{index}>" for index in range(len(tokenizer), rows_of_model)), "<new>"])
+        for name, token in special.items():
+            setattr(tokenizer, name, token)
+        tokenizer.save_pretrained(model)
+        data = [write_rows("rows.jsonl", list(rows_of_data))] if rows_of_data else []
+        return [f"megatron_training.tokenizer_name_or_path={model}", *data]
+
+    return add
 
 
 def edited_config() -> list[str]:
@@ -299,9 +317,21 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "tokenizer of another name": (
         keys("megatron_training.tokenizer_name_or_path=./start/modle"), ["is not a folder", "did you mean 'start/model'?"]
     ),
-    "tokenizer of another model": (other_vocabulary, ["train.jsonl, row 1: the tokenizer writes token 50"]),
+    "tokenizer of another model": (
+        other_vocabulary, ["tokenizer_name_or_path='other': the tokenizer has ", "start/model): it lacks", "such as 5004 ("]
+    ),
     "tokenizer of another model, prompts too long": (
-        lambda: [*other_vocabulary(), "rl_config.max_prompt_length=2"], ["the tokenizer writes token 50", "of the model"]
+        lambda: [*other_vocabulary(), "rl_config.max_prompt_length=2"], ["tokens of text", "give the tokenizer of the model"]
+    ),
+    "tokenizer of another model, by transformers' modules": (
+        lambda: [*other_vocabulary(), "megatron_training.engine=fsdp", "rl_config.use_prefix_grouper=false"],
+        ["tokens of text, such as 5004 ("],
+    ),
+    "prompts with a token that was added to the tokenizer": (
+        added_tokens(*ROWS[:8], {"question": "a<new>", "answer": "1"}), ["rows.jsonl, row 9: the tokenizer writes token"]
+    ),
+    "padding by a token that was added to the tokenizer": (
+        added_tokens(pad_token="<new>"), ["its pad_token is token", "or another pad_token in its tokenizer_config.json"]
     ),
     "vocab_size that is not the weights'": (edited_config, ["{here}/other", "tokens, and vocab_size of its config.json is"]),
     "no head, and none that is tied": (
@@ -599,6 +629,9 @@ ACCEPTED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "labels of missing values": (
         rows(lambda index, row: {**row, "answer": "1" if index % 4 else "NaN"}), ["10 of 40 labels are 'NaN' or alike"]
     ),
+    "a tokenizer with one token more, in no row": (
+        added_tokens(), ["warning: tokenizer_name_or_path='other': ", "lacks 1 added tokens", "('<new>'); texts with them"]
+    ),
     "one row many times": (rows(lambda index, row: ROWS[0]), ["only 1 of 40 prompts are different"]),
     "weights of 0": (keys("rl_config.verifier_weight=[0.0]"), ["rewards are measured, and none trains"]),
     "a plug-in that is named as a module too": (keys("rl_config.verifier_function=['my_reward:digits']"), []),
@@ -647,6 +680,26 @@ def test_data_of_a_supervised_stage_that_cannot_be_read_is_named(
     assert explain(["--config-name", SFT[0], "--validate", *changes]) == 2
     output = capsys.readouterr().out
     assert all(text in output for text in words), output
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_a_tokenizer_that_does_not_fit_is_refused_in_supervised_stages_too(
+    engine: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(*changes: str) -> tuple[int, str]:
+        columns = "{prompt: question, query: '', response: answer, system: ''}"
+        keys = [*SFT[1], "model.tiny_qwen25.num_layers=null", "megatron_training.data_path=train.jsonl", *changes]
+        keys += [f"+megatron_training.map_keys={columns}", "+megatron_training.prompt_type=empty"]
+        code = explain(["--config-name", SFT[0], "--validate", *keys, f"+megatron_training.engine={engine}"])
+        return code, capsys.readouterr().out
+
+    assert "lacks 1 added tokens" in check(*added_tokens()())[1]
+    shutil.rmtree("other")
+    code, output = check(*added_tokens(pad_token="<new>")())
+    assert code == 2 and "its pad_token is token" in output, output
+    shutil.rmtree("other")
+    code, output = check(*other_vocabulary())
+    assert code == 2 and "tokens of text, such as 5004 (" in output, output
 
 
 def finished_run() -> list[str]:

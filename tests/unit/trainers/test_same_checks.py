@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from supervised_samples import text
 
 from mindspeed_rl.cli.explain import main as explain
@@ -106,6 +106,21 @@ def _three_heads(task: Path, folder: Path) -> list[str]:
     return [*_name(model), "actor_config.tensor_model_parallel_size=2", "rl_config.actor_resource.num_npus=2"]
 
 
+def _fewer_tokens(*changes: str) -> Callable[[Path, Path], list[str]]:
+    """A model with half of the task's tokens, FEW in the changes; the tokenizer stays."""
+
+    def write(task: Path, folder: Path) -> list[str]:
+        model = _copy_model(task / "model", folder / "m", vocab_size=64)
+        tensors = load_file(model / "model.safetensors")
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            if name in tensors:
+                tensors[name] = tensors[name][:64].clone()
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        return [change.replace("FEW", str(model)) for change in changes]
+
+    return write
+
+
 def _rows(line: str) -> Callable[[Path, Path], list[str]]:
     def write(task: Path, folder: Path) -> list[str]:
         (folder / "rows.jsonl").write_text(f"{line}\n" * 40)
@@ -130,6 +145,16 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "three heads over two devices": (_three_heads, "tensor_model_parallel_size"),
     "no model": (_keys("actor_config.load=/nowhere/model"), "/nowhere/model"),
     "no tokenizer": (_keys("megatron_training.tokenizer_name_or_path=/nowhere/model"), "/nowhere/model"),
+    "tokenizer with more tokens": (
+        _fewer_tokens("actor_config.load=FEW"), "lacks .* tokens of text, such as 64 .* give the tokenizer of the model"
+    ),
+    "tokenizer with more tokens, by transformers' modules": (
+        _fewer_tokens("actor_config.load=FEW", "megatron_training.engine=fsdp"), "/m.: it lacks .* tokens of text, such as 64 "
+    ),
+    "critic with fewer tokens": (
+        _fewer_tokens("rl_config.adv_estimator=gae", "critic_config.lr=1e-4", "critic_config.load=FEW"),
+        "vocabulary has 64 .*/m.: it lacks .* tokens of text, such as 64 ",
+    ),
     "no data": (_keys("megatron_training.data_path=/nowhere/rows.jsonl"), "/nowhere/rows.jsonl"),
     "no held-out data": (_keys("megatron_training.eval_data_path=/nowhere/rows"), "/nowhere/rows"),
     "no reward model": (_keys("rl_config.reward_model=/nowhere/model"), "rl_config.reward_model"),
