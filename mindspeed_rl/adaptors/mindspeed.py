@@ -162,7 +162,7 @@ def _without_missing_kernels() -> Iterator[None]:
         yield
         return
     _has_kernels = False
-    utils = importlib.import_module("mindspeed.ops.triton.utils")
+    utils: Any = importlib.import_module("mindspeed.ops.triton.utils")
     original = utils.is_arch35
     utils.is_arch35 = lambda: False
     try:
