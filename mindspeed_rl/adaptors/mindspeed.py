@@ -14,6 +14,7 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | gradients of linear weights | several | see `gradient_products` |
 | tensor parallel layers | several | see `parallel_products` |
 | swapped optimizer | SwapDistributedOptimizer | see `swapped_optimizer` |
+| kernels of a 950 | ops.triton.utils.is_arch35 while the adaptor is imported | see `_without_missing_kernels` |
 | scan | patch_utils.sys | every patch searches all modules, ten seconds of a processor in each process; lazy ones then import \
 half of their package or fail |
 
@@ -94,6 +95,8 @@ _SEARCHED = ("torch", "torch_npu", "megatron", "mindspeed", "mindspeed_rl", "tra
 _LAZY_MODULE = "torch_npu.dynamo"
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _applied = False
+#: of the gated delta rule, for this device
+_has_kernels = True
 
 
 @functools.cache
@@ -140,6 +143,34 @@ def _bare_command_line() -> Iterator[None]:
         sys.argv = arguments
 
 
+def _misses_kernels() -> bool:
+    """Return whether this is an Ascend 950 without the package that its kernels of the gated delta rule take functions of."""
+    if "fla" in sys.modules or importlib.util.find_spec("fla") is not None:
+        return False
+    utils = importlib.import_module("mindspeed.ops.triton.utils")
+    return bool(getattr(utils, "is_arch35", lambda: False)())  # core_r0.16.0 has it
+
+
+@contextlib.contextmanager
+def _without_missing_kernels() -> Iterator[None]:
+    """Let MindSpeed's adaptor import the kernels of A2 where those of this device need the package fla, which is not there.
+
+    The adaptor ends with an ImportError otherwise, whatever the model. Nothing calls them (`_find_delta_rule`).
+    """
+    global _has_kernels
+    if not _misses_kernels():
+        yield
+        return
+    _has_kernels = False
+    utils: Any = importlib.import_module("mindspeed.ops.triton.utils")
+    original = utils.is_arch35
+    utils.is_arch35 = lambda: False
+    try:
+        yield
+    finally:
+        utils.is_arch35 = original
+
+
 def apply() -> None:
     """Import MindSpeed's adaptor, which patches torch and Megatron in this process. Idempotent.
 
@@ -165,7 +196,7 @@ def apply() -> None:
     import mindspeed.patch_utils
 
     mindspeed.patch_utils.sys = types.SimpleNamespace(modules=_SearchableModules())
-    with _bare_command_line():
+    with _bare_command_line(), _without_missing_kernels():
         importlib.import_module("mindspeed.megatron_adaptor")
     _applied = True
 
@@ -291,8 +322,8 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
 
 @functools.cache
 def _find_delta_rule() -> Any | None:
-    """Return MindSpeed's kernel of the gated delta rule; None in branches without it, and where Triton finds no device."""
-    if not _applied or importlib.util.find_spec("mindspeed.core.ssm.chunk_gated_delta_rule") is None:
+    """Return MindSpeed's kernel of the gated delta rule; None where a branch or device lacks it, or Triton finds no device."""
+    if not _applied or not _has_kernels or importlib.util.find_spec("mindspeed.core.ssm.chunk_gated_delta_rule") is None:
         return None
     from mindspeed.ops.triton.utils import get_available_device
 

@@ -239,6 +239,34 @@ def test_a_run_with_switches_saves_and_resumes_with_the_numbers_of_the_cpu(name:
     check(train(case, case.switches, load=str(tmp_path)), part(on_cpu, SAVED, STEPS), case.rel)
 
 
+#: on another device; its operators' sums are in the same order here
+OF_950 = {
+    "dense": Case("qwen2", {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}),
+    "experts of two ranks": Case("qwen3_moe", {}, 2, {"expert_model_parallel_size": 2, "moe_grouped_gemm": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_950)
+def test_a_950_trains_saves_and_resumes_with_the_numbers_of_an_a2(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = OF_950[name]
+    of_an_a2 = train(case, {})
+    monkeypatch.setenv("NPU_SIM_SOC", "Ascend950DT_9582")
+    first = train(case, case.switches, tmp_path)
+    check(first, part(of_an_a2, 0, SAVED), 0.0)
+    check(train(case, case.switches, load=str(tmp_path)), part(of_an_a2, SAVED, STEPS), 0.0)
+    assert [[report["soc"] for report in reports] for reports in (of_an_a2, first)] == [[223] * case.size, [260] * case.size]
+
+
+@pytest.mark.slow
+def test_a_950_says_that_it_has_no_products_fused_with_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", "Ascend950DT_9582")
+    with pytest.raises(AssertionError, match="use_ascend_mc2: the operators are those of A2 and A3"):
+        train(Case("qwen2", {}, 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}), {"use_ascend_mc2": True})
+
+
 @pytest.mark.slow
 def test_a_checkpoint_without_an_optimizer_starts_one_as_on_the_cpu(tmp_path: Path) -> None:
     case, reports = Case("qwen2", {"no_save_optim": True, "no_load_optim": True}, rel=_FP32, bf16=False), []

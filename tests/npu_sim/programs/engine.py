@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -228,6 +229,7 @@ def main() -> None:
             result["memory"] = [before, during, platform.current().memory_stats().allocated_gib]
     result["steps"] = steps
     if simulated:
+        result["soc"] = importlib.import_module("torch_npu").npu.get_soc_version()
         result["fused"] = {name: count for name, count in simulator.calls.items() if name.startswith("npu::")}
     if settings.get("save"):
         engine.config = dataclasses.replace(config, save=settings["save"])

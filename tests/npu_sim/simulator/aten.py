@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,11 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     )[0]
 
 
+def _softmax(values: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """softmax by the operator that has a backward pass (torch_npu calls the kernel of a 950 before autograd)."""
+    return torch.ops.aten._softmax(values if dtype is None else values.to(dtype), dim, False)
+
+
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -136,4 +142,6 @@ def install() -> int:
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         _library.impl("scaled_dot_product_attention", _attention, key, allow_override=True)
         _library.impl("one_hot", one_hot, key, allow_override=True)
+        if os.environ.get("NPU_SIM_SOC", "").startswith("Ascend950"):
+            _library.impl("softmax.int", _softmax, key, allow_override=True)
     return count

@@ -1,24 +1,29 @@
 """The part of torch_npu, vllm-ascend, MindSpeed and Megatron that our code uses, and the pinned record of what they offer.
 
-`uses()` reads our own sources. `tests/data/npu/contract.json` holds what each release has under those names; this file
-makes it again from wheels and source trees, which need not be installed:
+`uses()` reads our own sources. `tests/data/npu/contract.json` holds what each release has under those names. This file makes it
+again in some minutes, from the package index and, for MindSpeed, which is in none, from source trees; nothing is installed:
 
-    python tests/unit/npu/contract.py --torch-npu 2.9.0=WHEEL 2.10.0.post4=WHEEL 2.13.0=WHEEL \
-        --vllm-ascend 0.18.0=WHEEL 0.23.0=WHEEL 0.30.0rc2=SDIST --vllm 0.23.0=WHEEL 0.32.0=SITE_PACKAGES \
-        --mindspeed core_r0.16.0=FOLDER core_r0.17.0=FOLDER core_r0.18.0=FOLDER \
-        --megatron 0.16.1=SITE_PACKAGES 0.17.1=WHEEL 0.18.0=WHEEL
+    tests/npu_sim/run.sh --run python tests/unit/npu/contract.py --download FOLDER --mindspeed core_r0.16.0=FOLDER ...
+
+`--check` compares with the committed record in place of writing it. A release that is named (`--torch-npu 2.9.0=WHEEL`: a
+wheel, an sdist or a folder) is not downloaded, and a new one is recorded beside the others. Without `--download` all others
+keep their record.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
+import os
 import re
+import subprocess
+import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +37,13 @@ HCCL_OPTIONS = "torch_npu.hccl_config."
 VARIABLE = "torch_npu.environment."
 #: first part of a dotted name -> package whose contract it belongs to
 PACKAGES = {"torch_npu": "torch_npu", "mindspeed": "mindspeed", "vllm_ascend": "vllm_ascend", "megatron": "megatron"}
+#: package of the record -> its name on the package index
+ON_INDEX = {"torch_npu": "torch-npu", "vllm_ascend": "vllm-ascend", "vllm": "vllm", "megatron": "megatron-core"}
+#: wheels, for a newer Python too; then sources, of whose setup.py pip asks for the version
+_WHEELS = (("--only-binary", ":all:"), ("--only-binary", ":all:", "--python-version", "3.12"))
+_SOURCES = ("--no-binary", ":all:", "--no-build-isolation")
+#: read by setup.py: no device, nothing to build
+_NOTHING_BUILT = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1", "VLLM_TARGET_DEVICE": "empty"}
 
 
 @dataclass(frozen=True)
@@ -460,38 +472,89 @@ def record_megatron(folder: Path, names: set[str]) -> dict[str, str]:
 
 def names_of(package: str) -> set[str]:
     """Names of one foreign package that our code uses."""
-    return {use.name for use in uses(ROOT / "mindspeed_rl") if use.name.split(".")[0] == package}
+    return {use.name for use in _our_uses() if use.name.split(".")[0] == package}
 
 
-def _pairs(values: list[str]) -> dict[str, str]:
-    return dict(value.split("=", 1) for value in values)
+@functools.cache
+def _our_uses() -> tuple[Use, ...]:
+    return tuple(uses(ROOT / "mindspeed_rl"))
 
 
-def main() -> None:
-    """Writes contract.json; packages that are not named keep their record."""
+def download(package: str, version: str, into: Path) -> Path:
+    """A release of the package index, once: its wheel, or its sources where it has none; of vLLM always its sources."""
+    name = ON_INDEX[package]
+    folder = into / f"{name}-{version}"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), f"{name}=={version}"]
+    environment = os.environ | _NOTHING_BUILT | {"VLLM_VERSION_OVERRIDE": version, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    messages = []
+    for form in (_SOURCES,) if package == "vllm" else (*_WHEELS, _SOURCES):
+        if found := [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]:
+            return found[0]
+        ended = subprocess.run([*command, *form], env=environment, capture_output=True, text=True, check=False)
+        messages.append(ended.stderr)
+    if found := [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]:
+        return found[0]
+    raise SystemExit(f"pip found no {name} {version}:\n" + "\n".join(messages))
+
+
+def make_record(sources: dict[str, dict[str, str]], names: Collection[str] | None = None) -> dict[str, dict[str, object]]:
+    """The record of package -> version -> wheel, sdist or folder, with the names that our code uses or with `names`."""
+    makers: dict[str, Callable[[Path, set[str]], object]] = {
+        "torch_npu": record_torch_npu,
+        "vllm_ascend": lambda folder, _: record_vllm_ascend(folder),
+        "vllm": lambda folder, _: record_vllm(folder),
+        "mindspeed": record_mindspeed,
+        "megatron": record_megatron,
+    }
+    result: dict[str, dict[str, object]] = {}
+    for package, versions in sources.items():
+        wanted = names_of(package) if names is None else {name for name in names if not name.startswith(VARIABLE)}
+        for version, source in versions.items():
+            with tempfile.TemporaryDirectory() as scratch:
+                result.setdefault(package, {})[version] = makers[package](_unpacked(source, Path(scratch)), wanted)
+    return result
+
+
+def differences(committed: object, made: object, path: str = "") -> Iterator[str]:
+    """One line for each value of two records that is not the same."""
+    if isinstance(committed, dict) and isinstance(made, dict):
+        for key in sorted({*committed, *made}):
+            yield from differences(committed.get(key), made.get(key), f"{path} {key}".strip())
+    elif isinstance(committed, list) and isinstance(made, list) and committed != made:
+        yield f"{path}: gone {sorted({*committed} - {*made})}, new {sorted({*made} - {*committed})}"
+    elif committed != made:
+        yield f"{path}: committed {committed!r}, made {made!r}"
+
+
+def main() -> int:
+    """Writes contract.json, or compares with it."""
     parser = argparse.ArgumentParser(description="Regenerate tests/data/npu/contract.json.")
-    for option in ("--torch-npu", "--vllm-ascend", "--vllm", "--mindspeed", "--megatron"):
+    packages = ("torch_npu", "vllm_ascend", "vllm", "mindspeed", "megatron")
+    for package in packages:
+        option = f"--{package.replace('_', '-')}"
         parser.add_argument(option, nargs="+", default=[], metavar="VERSION=WHEEL_OR_FOLDER")
+    parser.add_argument("--download", type=Path, metavar="FOLDER", help="place of the releases that are not named")
+    parser.add_argument("--check", action="store_true", help="compare with the committed record, and write nothing")
     arguments = parser.parse_args()
     record = json.loads(PINNED.read_text()) if PINNED.exists() else {}
-    with tempfile.TemporaryDirectory() as scratch:
-
-        def folders(values: list[str]) -> Iterator[tuple[str, Path]]:
-            for version, source in _pairs(values).items():
-                yield version, _unpacked(source, Path(scratch, version))
-
-        makers = {
-            "torch_npu": lambda values: {v: record_torch_npu(f, names_of("torch_npu")) for v, f in folders(values)},
-            "vllm_ascend": lambda values: {v: record_vllm_ascend(f) for v, f in folders(values)},
-            "vllm": lambda values: {v: record_vllm(f) for v, f in folders(values)},
-            "mindspeed": lambda values: {v: record_mindspeed(f, names_of("mindspeed")) for v, f in folders(values)},
-            "megatron": lambda values: {v: record_megatron(f, names_of("megatron")) for v, f in folders(values)},
-        }
-        for package, make in makers.items():
-            if values := getattr(arguments, package):
-                record[package] = make(values)
+    sources = {package: dict(value.split("=", 1) for value in getattr(arguments, package)) for package in packages}
+    if arguments.download:
+        for package in ON_INDEX:
+            for version in record.get(package, {}):
+                if version not in sources[package]:
+                    sources[package][version] = str(download(package, version, arguments.download))
+    made = make_record(sources)
+    if arguments.check:
+        committed = {package: {version: record.get(package, {}).get(version) for version in made[package]} for package in made}
+        found = list(differences(committed, made))
+        print(*found, sep="\n", end="\n" if found else "")
+        print(f"{sum(map(len, made.values()))} releases compared, {len(found)} differences")
+        return 1 if found else 0
+    for package, versions in made.items():
+        record.setdefault(package, {}).update(versions)
     PINNED.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

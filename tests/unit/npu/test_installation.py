@@ -196,6 +196,29 @@ def write_package(folder: Path, name: str, requires: str = "") -> Path:
     return folder
 
 
+def test_a_folder_or_an_sdist_is_taken_in_place_of_a_clone(tmp_path: Path) -> None:
+    """VLLM_ASCEND_SRC and its like: without a network; an earlier copy is gone, and a machine that collects keeps one too."""
+    folder = write_package(tmp_path, "given")
+    subprocess.run([sys.executable, "setup.py", "-q", "sdist", "-d", str(tmp_path)], cwd=folder, check=True)
+    sdist = next(tmp_path.glob("given-*.tar.gz"))
+    (folder / "setup.py").chmod(0o444)
+    function = re.search(r"(?ms)^checkout\(\) \{.*?^\}", (COMMON / "install.sh").read_text())
+    assert function is not None
+    places = [tmp_path / "sources", tmp_path / "download" / "src"]
+    for place in places:
+        place.mkdir(parents=True)
+    head = f"set -euo pipefail\nsources={places[0]} download={places[1].parent}\n{function[0]}\n"
+    for copy in (folder, sdist):
+        (places[0] / "given").mkdir(exist_ok=True)
+        (places[0] / "given" / "stale.py").write_text("")
+        script = f"{head}checkout given https://given.invalid/given.git v1.0 {copy}"
+        ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        for place in places:
+            assert (place / "given" / "given.py").is_file() and not (place / "given" / "stale.py").exists()
+            assert os.access(place / "given" / "setup.py", os.W_OK)
+
+
 @pytest.mark.slow
 def test_what_a_machine_with_a_network_collects_is_installed_on_one_without(tmp_path: Path) -> None:
     """The two halves of each step: an index with a wheel and with sources, then only the folder that the first half filled."""
