@@ -247,7 +247,7 @@ class VllmAscendHooks(EngineHooks):
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         check_allocator(dict(os.environ))
         own = _build_additional_config(config, self._release or _installed_release())
-        additional = dict(config.additional_config or {}) | own
+        additional: dict[str, Any] = dict(config.additional_config or {}) | own
         if config.quantization == "int8":
             key, settings = next(iter(vllm_ascend_quantized.FUSION.items()))
             additional[key] = dict(additional.get(key) or {}) | settings

@@ -68,14 +68,6 @@ def keep_plain_format() -> None:
         setattr(module, _CAST, _PLAIN)
 
 
-def _check_plain_format() -> None:
-    """Raise RuntimeError where this release casts int8 experts by another name."""
-    if importlib.util.find_spec("vllm_ascend") is None:
-        return
-    if getattr(sys.modules.get(_METHODS), _CAST, None) != _PLAIN:
-        raise RuntimeError(f"rollout engine: this vllm-ascend has no {_METHODS}.{_CAST}, by which int8 experts are laid out.")
-
-
 def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
     """Return the content of `quant_model_description.json`, which ModelSlim writes next to quantized weights.
 
@@ -94,8 +86,6 @@ def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, An
         raise ValueError(f"generate_config.quantization ({quantization}) is not available in this engine; {formats} are")
     scheme, _ = _SCHEMES[quantization]
     check_device(quantization, _read_device)
-    if quantization == "int8":
-        _check_plain_format()
     # releases up to 0.18 look the head up also where it is the embedding, which has no weights of its own
     kinds = {"lm_head.weight": "FLOAT"}
     for name, is_quantized in names.items():
