@@ -216,8 +216,6 @@ GRAPHS = {
 INT8_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "places of a map": (2, {"sharing": 2, "prompts": [[0, 1, 2], [3]], "experts_of_devices": PLACES} | EXPERT_MAP),
     "graphs": (1, {"generate": GRAPHS}),
-    "reported experts": (1, {"routing": True}),
-    "changed slices": (1, {"delta": True}),
 }
 
 
@@ -228,8 +226,6 @@ def test_int8_experts_have_the_log_probs_of_their_definition_combined_with(name:
     for report in run_ranks("rollout", ranks, EXPERTS | {"rounds": 2, "quantization": "int8"} | settings):
         assert report["worst"] < 1e-4 and all(report["same_greedy"])
         assert report["equal"] == [True, True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
-        assert len(report.get("same_experts", ())) == (4 if name == "reported experts" else 0)
-        assert all(report.get("same_experts", ()))
         assert report["graphs"] == (len(GRAPHS["cudagraph_capture_sizes"]) if name == "graphs" else 0)
 
 

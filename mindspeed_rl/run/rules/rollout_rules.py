@@ -515,14 +515,11 @@ def explain_unproven(run: Run) -> Iterator[tuple[dict[str, object], str]]:
     replay = "disabled" if rl is None else rl.router_replay.mode
     for name, value, is_on in (
         ("infer_tensor_parallel_size", generate.infer_tensor_parallel_size, generate.infer_tensor_parallel_size > 1),
-        ("expert_map_path", generate.expert_map_path, generate.expert_map_path is not None),
-        ("enforce_eager", False, not generate.enforce_eager),
         ("update_weight_mode", generate.update_weight_mode, generate.update_weight_mode == "delta"),
         (_MODE, replay, replay == "R3"),
     ):
         if is_on:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            yield {name: value}, f"for experts on npu with {name} ({shown}): no run on the simulated NPU has proven it"
+            yield {name: value}, f"for experts on npu with {name} ({value}): no run on the simulated NPU has proven it"
 
 
 #: platform without `exact_log_probs` -> the reason
