@@ -92,19 +92,19 @@ class EngineHooks:
         """Return extra keyword arguments of `LLM(...)` for a run's rollout keys."""
         return {}
 
-    def quantization_config(self, quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
+    def quantization_config(self, quantization: str, list_names: Callable[[], Mapping[str, bool]]) -> dict[str, Any]:
         """Return vLLM's description of a model with quantized matrices, as a published model has it in its config.json.
 
         Scales of weights are loaded, scales of a token are computed with each product.
 
         Args:
             quantization: `generate_config.quantization`.
-            names: HF names of the weights -> True for those that are quantized.
+            list_names: returns the HF names of the weights -> True for those that are quantized; reads the model.
 
         Raises:
             ValueError: this engine does not have the format.
         """
-        del names
+        del list_names
         if quantization != "int8":
             raise ValueError(f"generate_config.quantization ({quantization}) is not available in this engine; int8 is")
         form = {"num_bits": 8, "type": "int", "symmetric": True}

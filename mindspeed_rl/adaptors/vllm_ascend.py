@@ -206,7 +206,7 @@ def _keep_inner_columns(layers: Any) -> None:
 
 
 def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of experts in these two layouts, which those in MXFP8 do not have, by name."""
+    """Yield the modules of experts in these two layouts, which experts in MXFP8 do not have, by name."""
     for name, module in model.named_modules():
         weights = [module._parameters.get(weight) for weight in _EXPERT_WEIGHTS]
         if all(weight is not None and weight.dtype not in vllm_ascend_quantized.BLOCK_TYPES for weight in weights):
@@ -247,16 +247,17 @@ class VllmAscendHooks(EngineHooks):
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         check_allocator(dict(os.environ))
         own = _build_additional_config(config, self._release or _installed_release())
-        additional = dict(config.additional_config or {}) | own
-        if config.quantization is not None:
-            additional |= vllm_ascend_quantized.FUSION
+        additional: dict[str, Any] = dict(config.additional_config or {}) | own
+        if config.quantization == "int8":
+            key, settings = next(iter(vllm_ascend_quantized.FUSION.items()))
+            additional[key] = dict(additional.get(key) or {}) | settings
         if config.expert_map_path is not None:
             read_expert_map(Path(config.expert_map_path))
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}
         return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
 
-    def quantization_config(self, quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
-        return vllm_ascend_quantized.describe_model(quantization, names)
+    def quantization_config(self, quantization: str, list_names: Callable[[], Mapping[str, bool]]) -> dict[str, Any]:
+        return vllm_ascend_quantized.describe_model(quantization, list_names())
 
     def before_load(self, model: nn.Module) -> None:
         """Put expert parameters into the checkpoint's layout, each with the loader that vLLM looks for."""

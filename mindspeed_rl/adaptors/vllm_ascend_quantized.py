@@ -21,7 +21,7 @@ What is loaded is a view of the kernel's memory, or the other way round, so addr
 Scales of MXFP8 layers are no such view: they are loaded into memory of their own and then copied. MXFP8 is loaded as plain
 bytes, because copies between its types would convert numbers.
 
-Looked up in vllm-ascend 0.18, 0.23 and 0.26. The patch can go when vllm-ascend leaves experts in the plain format for the
+Looked up in vllm-ascend 0.18 and 0.23 to 0.26. The patch can go when vllm-ascend leaves experts in the plain format for the
 kernels that take it; `tests/npu_sim/test_rollout.py` fails without it.
 
 Not verified on NPU hardware.
@@ -32,7 +32,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,18 +53,19 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 #: types of MXFP8 elements: of the kernels, and while they are loaded
 BLOCK_TYPES = (torch.float8_e4m3fn, torch.uint8)
 _BLOCK = 32
+_PRINT_DEVICE = "import torch, torch_npu; print(torch_npu.npu.get_soc_version())"
+#: longest wait for the libraries of a device
+_DEVICE_S = 300
 
 
 def keep_plain_format() -> None:
-    """Let int8 experts stay in the plain format when they are loaded. Idempotent.
-
-    Raises:
-        RuntimeError: this release casts them by another name.
-    """
-    module: Any = importlib.import_module(_METHODS)
-    if not hasattr(module, _CAST):
-        raise RuntimeError(f"rollout engine: this vllm-ascend has no {_METHODS}.{_CAST}, by which int8 experts are laid out.")
-    setattr(module, _CAST, _PLAIN)
+    """Let int8 experts stay in the plain format when they are loaded, which `after_load` checks. Idempotent."""
+    try:
+        module: Any = importlib.import_module(_METHODS)
+    except ImportError:
+        return  # of a release that has int8 elsewhere
+    if hasattr(module, _CAST):
+        setattr(module, _CAST, _PLAIN)
 
 
 def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
@@ -80,13 +84,10 @@ def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, An
     if quantization not in _SCHEMES:
         formats = " and ".join(_SCHEMES)
         raise ValueError(f"generate_config.quantization ({quantization}) is not available in this engine; {formats} are")
-    scheme, first = _SCHEMES[quantization]
-    if (found := _read_device()) < first:
-        raise ValueError(
-            f"generate_config.quantization ({quantization}) is not available on this device (number {found} of torch_npu): an "
-            f"Ascend 950 (number {first}) has the operators, A2 and A3 have no 8-bit floats; set int8"
-        )
-    kinds: dict[str, str] = {}
+    scheme, _ = _SCHEMES[quantization]
+    check_device(quantization, _read_device)
+    # releases up to 0.18 look the head up also where it is the embedding, which has no weights of its own
+    kinds = {"lm_head.weight": "FLOAT"}
     for name, is_quantized in names.items():
         kind = scheme if is_quantized else "FLOAT"
         if (expert := _EXPERT.fullmatch(name)) is not None:
@@ -99,11 +100,46 @@ def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, An
     return {"quant_method": "ascend", **kinds}
 
 
+def check_device(quantization: str, read_number: Callable[[], int]) -> None:
+    """Check that the device has a format.
+
+    Args:
+        quantization: `generate_config.quantization`.
+        read_number: returns torch_npu's number of the device; asked for formats that not all devices have.
+
+    Raises:
+        ValueError: it does not.
+    """
+    _, first = _SCHEMES.get(quantization, ("", 0))
+    if first and (number := read_number()) < first:
+        raise ValueError(
+            f"generate_config.quantization ({quantization}) is not available on this device (number {number} of torch_npu): an "
+            f"Ascend 950 (number {first}) has the operators, A2 and A3 have no 8-bit floats; set int8"
+        )
+
+
 def _read_device() -> int:
     """Return torch_npu's number of the device; 0 where there is none."""
     if importlib.util.find_spec("torch_npu") is None:
         return 0
     return importlib.import_module("torch_npu").npu.get_soc_version()
+
+
+def read_device_apart() -> int:
+    """Return the same by a process of its own: the number is known once a device is in use, which the driver leaves alone.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        done = subprocess.run([sys.executable, "-c", _PRINT_DEVICE], capture_output=True, text=True, timeout=_DEVICE_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"platform: torch_npu did not say within {_DEVICE_S} seconds which NPU this is") from None
+    lines = done.stdout.split()
+    if done.returncode or not lines or not lines[-1].isdecimal():
+        reason = (done.stderr.strip().splitlines() or ["no number"])[-1]
+        raise ValueError(f"platform: torch_npu does not say which NPU this is: {reason}")
+    return int(lines[-1])
 
 
 def before_load(model: nn.Module) -> None:
@@ -141,9 +177,9 @@ def after_load(model: nn.Module) -> None:
         module.weight_offset.data.zero_()
     for name, module in _list_experts(model, torch.int8):
         for weight in _EXPERTS:
-            if (found := _read_format(_weight(module, weight))) != _PLAIN:
+            if (layout := _read_format(_weight(module, weight))) != _PLAIN:
                 raise RuntimeError(
-                    f"weight push: experts of {name} are in the format {found} of CANN in this vllm-ascend, in which no slice "
+                    f"weight push: experts of {name} are in the format {layout} of CANN in this vllm-ascend, in which no slice "
                     "can be written."
                 )
             scales = _scales(module, weight)
@@ -167,9 +203,12 @@ def list_unpacks(model: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Ten
     """Yield the parameters that `after_load` laid out anew, each with the function that returns what was loaded."""
     for name, module in _list_layers(model, torch.int8):
         if module.weight_scale.dim() == 1:
-            yield from ((f"{name}.weight", Tensor.t), (f"{name}.weight_scale", _add_column))
+            yield f"{name}.weight", Tensor.t
+            yield f"{name}.weight_scale", partial(_check_copy, module.weight_scale_fp32)
     for name, module in _list_experts(model, torch.int8):
-        yield from ((f"{name}.{weight}_scale", _add_column) for weight in _EXPERTS if _scales(module, weight).dim() == 2)
+        if module.w13_weight_scale.dim() == 2:
+            yield f"{name}.w13_weight_scale", partial(_check_copy, module.w13_weight_scale_fp32)
+            yield f"{name}.w2_weight_scale", _add_column
     for name, _ in _list_layers(model, torch.float8_e4m3fn):
         yield from ((f"{name}.weight", _read_bytes), (f"{name}.weight_scale", _join_pairs))
     for name, _ in _list_experts(model, torch.float8_e4m3fn):
@@ -216,6 +255,11 @@ def _read_format(tensor: Any) -> int:
 
 def _add_column(scales: Tensor) -> Tensor:
     return scales[..., None]
+
+
+def _check_copy(copy: Tensor, scales: Tensor) -> Tensor:
+    """Return the scales of int8 as they were loaded; NaN where the copy that kernels read in float32 has another one."""
+    return torch.where(copy == scales.float(), scales, torch.nan)[..., None]
 
 
 def _read_bytes(elements: Tensor) -> Tensor:

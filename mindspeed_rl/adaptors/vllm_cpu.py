@@ -232,11 +232,11 @@ class VllmCpuHooks(EngineHooks):
         # which a CPU generator cannot do ("CPU Generator does not use offset").
         return {"enable_chunked_prefill": False}
 
-    def quantization_config(self, quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
+    def quantization_config(self, quantization: str, list_names: Callable[[], Mapping[str, bool]]) -> dict[str, Any]:
         if QUANTIZED_FORMATS[quantization].is_emulated:
             method = vllm_cpu_block_formats.METHOD
             return {"quant_method": method, "format": quantization, "ignore": UNQUANTIZED_LAYERS}
-        return super().quantization_config(quantization, names)
+        return super().quantization_config(quantization, list_names)
 
     def before_build(self, run_id: str) -> None:
         if torch.distributed.is_initialized():

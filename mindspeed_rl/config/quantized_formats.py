@@ -19,7 +19,8 @@ class QuantizedFormat:
         scale_bytes: bytes of a scale; None: as many as the engine's `dtype` has.
         is_emulated: the CPU has no kernel, and computes the products in float32 from dequantized copies.
         absent_on_npu: reason why NPUs do not have it; "" where they do.
-        npu_devices: NPUs that have it; "" where all do. Others refuse it when an engine is built.
+        npu_devices: NPUs that have it, as a phrase; "" where all do.
+        absent_npus: the planner's names of those that do not.
     """
 
     weights: str
@@ -30,6 +31,7 @@ class QuantizedFormat:
     is_emulated: bool
     absent_on_npu: str = ""
     npu_devices: str = ""
+    absent_npus: tuple[str, ...] = ()
 
     @property
     def elements_per_byte(self) -> int:
@@ -57,6 +59,7 @@ QUANTIZED_FORMATS: dict[str, QuantizedFormat] = {
         *(8, 32, 1),
         is_emulated=True,
         npu_devices="an Ascend 950",
+        absent_npus=("A2", "A3"),
     ),
     "w4a8": QuantizedFormat(
         "int4, a scale per 32 elements of a row",

@@ -302,6 +302,16 @@ def read_model(
         raise error if str(error).startswith(str(path)) else ValueError(f"{path}: {error}") from error
 
 
+def read_any_model(hf_folder: str | Path, *, trusts_code: bool = False) -> tuple[Architecture, ModelConfig, HfConfig]:
+    """Read the model of a folder of any family that a training engine has; see `read_model`.
+
+    Raises:
+        ValueError: no engine has it.
+    """
+    (engine,) = _OTHER_FAMILIES
+    return read_model(hf_folder, engine, trusts_code=trusts_code)
+
+
 def _check_prediction(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:
     """Raise ValueError where the multi-token-prediction layers of a model cannot be trained."""
     key = f"mtp_num_layers: {config.mtp_num_layers}"

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mindspeed_rl import registry
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.machine_memory import read_machine_memory
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.rules.quantized_models import explain_unquantized
+from mindspeed_rl.run.rules.rollout_rules import explain_quantization, explain_unproven
 
 GIB = 1 << 30
 #: fraction of a machine's memory at which Ray begins to end workers
@@ -134,6 +138,33 @@ def find_device(run: Run, name: str | None = None, memory_gib: float | None = No
 def _find_named(cfg: RunConfig) -> str | None:
     """Return the device in the name of a run file, as in grpo_qwen25_7b_A3."""
     return next((device for device in DEVICES if f"_{device}" in f"_{cfg.config_name}"), None)
+
+
+def list_device_obstacles(run: Run, device: Device, plan: ModelPlan | None = None) -> list[str]:
+    """Return a sentence for each reason why a device does not have the format of the run's engines.
+
+    Rules know its kind where the run file sets `platform`, the model where its files are here, and never which NPU it is.
+
+    Args:
+        plan: the actor's model, where it is known.
+    """
+    cfg, generate = run.config, run.config.generate_config
+    if cfg.is_supervised or generate is None or generate.quantization is None or generate.engine == "transformers":
+        return []
+    kind = "cpu" if device.name == "cpu" else "npu"
+    if cfg.platform not in ("auto", kind):
+        return []
+    key = f"generate_config.quantization ({generate.quantization}) is not available"
+    sizes, reasons = QUANTIZED_FORMATS[generate.quantization], []
+    if cfg.platform == "auto":
+        reasons = [reason for _, reason in explain_quantization(run, kind)]
+    if device.name in sizes.absent_npus:
+        reasons.append(f"on {device.name}: {sizes.npu_devices} has the operators; set int8")
+    if plan is not None and not sizes.absent_on_npu:
+        reasons.append(explain_unquantized(plan.architecture.name, plan.model_config, generate.quantization, kind))
+        if kind == "npu" and plan.model_config.moe_layers:
+            reasons += [reason for _, reason in explain_unproven(run)]
+    return [f"{key} {reason}" for reason in dict.fromkeys(reasons) if reason]
 
 
 def choose_platform(cfg: RunConfig) -> RunConfig:

@@ -17,7 +17,7 @@ from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.config.keys.megatron import EngineName
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values
-from mindspeed_rl.planner.devices import GIB, Device
+from mindspeed_rl.planner.devices import GIB, Device, list_device_obstacles
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import MemoryPlan
 from mindspeed_rl.planner.run_shape import read_shape
@@ -606,7 +606,7 @@ class _Search:
             return None
         sound = plan_sound_memory(run, self._device)
         if sound is None and len(self._violations) < _MAX_EXPLAINED:
-            self._record(*map(str, (*validate(run), *unavailable(run))))
+            self._record(*map(str, (*validate(run), *unavailable(run))), *list_device_obstacles(run, self._device))
         return sound
 
     def _plan(self, tree: dict[str, Any], values: _Values) -> tuple[MemoryPlan, TimePlan] | None:

@@ -11,7 +11,7 @@ from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.plan import ModelPlan
-from mindspeed_rl.planner.devices import Device
+from mindspeed_rl.planner.devices import Device, list_device_obstacles
 from mindspeed_rl.planner.shapes import (
     Elements,
     count_reduced_elements,
@@ -337,7 +337,8 @@ def read_shape(run: Run, device: Device) -> RunShape:
     """Return the models of a run, each on its devices.
 
     Raises:
-        ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
+        ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named. Or the
+            device does not have the format of the engines.
     """
     cfg, objective, sizes = run.config, run.objective, run.sizes
     world, dedicated = run.placement.world_size, run.placement.dedicated
@@ -353,6 +354,8 @@ def read_shape(run: Run, device: Device) -> RunShape:
             raise ValueError(f"{group}: {error}") from error
 
     actor = build("actor_config", cfg.actor_config, world, trains=True, is_scored=cfg.stage == "orm")
+    if obstacles := list_device_obstacles(run, device, actor.plan):
+        raise ValueError(obstacles[0])
     if sizes is None:
         raise ValueError("global_batch_size is not set")
     shape, rl = RunShape(run, sizes, device, actor), cfg.rl_config

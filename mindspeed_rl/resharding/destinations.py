@@ -97,10 +97,14 @@ class Destinations:
         named = dict.fromkeys(name for names in self.loaded.values() for name in names)
         return [*direct, *((name, full_slice(self.shapes[name])) for name in named)]
 
-    def list_replaced(self, parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    def list_replaced(self, parameters: Mapping[str, Tensor], laid_out_anew: Collection[str] = ()) -> Iterator[Tensor]:
         """Yield the tensors in the engine's memory, each dense there, that a sync of all slices writes in full.
 
         A parameter with elements that no slice fills is not among them, but the slices in it are.
+
+        Args:
+            parameters: parameters of the engine.
+            laid_out_anew: names of those whose layout is another one now than in `load_weights`; no slice of them is yielded.
         """
         by_parameter: dict[str, list[_Entry]] = {}
         for entry in (*self.entries, *self.scattered):
@@ -109,7 +113,7 @@ class Destinations:
             parameter = parameters[name]
             if sum(num_elements(entry.tensor_slice) for entry in entries) == parameter.numel():
                 yield from [parameter] if _is_dense(parameter) else ()
-            elif name not in self.loaded and all(entry.plane is None for entry in entries):
+            elif name not in {*self.loaded, *laid_out_anew} and all(entry.plane is None for entry in entries):
                 yield from (view for entry in entries if _is_dense(view := entry.view(parameter)) and _shares(view, parameter))
 
     def list_shares(

@@ -129,12 +129,17 @@ class WeightPush:
             names.setdefault(entry.parameter, {})[entry.tensor] = None
         return {parameter: tuple(tensors) for parameter, tensors in names.items()} | dict(self._destinations.loaded)
 
-    def list_replaced(self, model: nn.Module) -> list[Tensor]:
-        """Return the tensors of this member's engine that every sync writes, so that they need not be kept until then."""
+    def list_replaced(self, model: nn.Module, laid_out_anew: Collection[str] = ()) -> list[Tensor]:
+        """Return the tensors of this member's engine that every sync writes, so that they need not be kept until then.
+
+        Args:
+            model: the engine's model.
+            laid_out_anew: see `Destinations.list_replaced`.
+        """
         if self._destinations is None or self._delta:  # of these only what has changed is written
             return []
         parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-        return list(self._destinations.list_replaced(parameters))
+        return list(self._destinations.list_replaced(parameters, laid_out_anew))
 
     def write(self, model: nn.Module | None, load: LoadWeights | None = None) -> None:
         """Fill the engines' parameters with the trained weights; not yet proven.

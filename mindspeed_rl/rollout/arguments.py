@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mindspeed_rl.files import read_json
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.costs import cpu_cache_bytes, read_draft_bytes, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import read_linear_attention
-from mindspeed_rl.models.plan import read_model
+from mindspeed_rl.models.plan import read_any_model
 from mindspeed_rl.models.quantized_names import is_quantized
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.run.placement import RolloutLayout
@@ -144,7 +145,7 @@ def _override_config(
         overrides["quantization_config"] = (
             None
             if config.quantization is None
-            else hooks.quantization_config(config.quantization, _list_quantized(config, hf_folder))
+            else hooks.quantization_config(config.quantization, partial(_list_quantized, config, hf_folder))
         )
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) == "dynamic" and "alpha" not in rope:
@@ -158,7 +159,7 @@ def _override_config(
 
 def _list_quantized(config: GenerateConfig, hf_folder: Path) -> dict[str, bool]:
     """Return the HF names of the weights of a model, each expert's by itself -> True for those that are quantized."""
-    architecture, model_config, _ = read_model(hf_folder, "fsdp", trusts_code=config.trust_remote_code)
+    architecture, model_config, _ = read_any_model(hf_folder, trusts_code=config.trust_remote_code)
     ops = architecture.weight_ops(model_config, ExpertPacking("grouped", 1))
     return {name: is_quantized(name) for op in ops for name in op.hf}
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from mindspeed_rl.adaptors.vllm_ascend_quantized import check_device, read_device_apart
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.redaction import hide_in_text
@@ -32,6 +33,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY
 def list_machine_checks(run: Run) -> Iterator[Callable[[], object]]:
     """Yield a check of the device kind, of the memory that the run asks for, and of each server that it names."""
     yield partial(_check_platform, run)
+    yield partial(_check_quantization, run)
     yield partial(_check_cache, run)
     yield partial(_check_offload_folder, run)
     if run.config.rl_config is not None and not run.config.is_supervised and run.rl.judge_url is not None:
@@ -55,6 +57,15 @@ def _check_platform(run: Run) -> None:
         f"platform: '{run.platform}' was requested, but {reason}; platform: {resolve_name('auto')} is usable here, and"
         " mindspeed-rl doctor shows what is missing"
     )
+
+
+def _check_quantization(run: Run) -> None:
+    """Raise ValueError where this machine's devices do not have the format of the engines."""
+    generate = run.config.generate_config
+    if generate is None or run.config.is_supervised or run.num_nodes > 1 or os.environ.get("RAY_ADDRESS"):
+        return
+    if run.platform == "npu" and generate.quantization is not None:
+        check_device(generate.quantization, read_device_apart)
 
 
 def _check_cache(run: Run) -> None:

@@ -36,6 +36,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
+from mindspeed_rl.run.rules.quantized_models import explain_unquantized
 from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 
 #: part of an update's products that logits in float32 may take by default
@@ -43,16 +44,6 @@ _MAX_HEAD_SHARE = 0.1
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 #: keys of a role that may be a name on a hub
 _HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
-#: models with experts, latent attention, gated delta nets or a tower that engines have quantized, and tests compare
-_QUANTIZED_MODELS = (
-    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-)
-#: format -> those of them that vllm-ascend has quantized in a run on the simulated NPU
-_QUANTIZED_ON_NPU: dict[str, tuple[str, ...]] = {
-    "int8": ("qwen3_moe", "deepseek_v3", "qwen3_vl"),
-    "mxfp8": (),
-}
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 #: tokens whose probabilities these kernels add up at once
@@ -161,16 +152,11 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
         _check_module(plan, model.source.hf_folder, trusts_code=generate.trust_remote_code)
         return
     slow = "generate_config.engine: transformers generates with it, slowly"
-    kinds = _list_kinds(plan.model_config)
-    known = _QUANTIZED_ON_NPU.get(str(generate.quantization), ()) if platform == "npu" else _QUANTIZED_MODELS
-    if generate.quantization is not None and kinds and plan.architecture.name not in known:
-        seen = ", on npu, where no run has proven its layout" if platform == "npu" else ""
-        raise ValueError(
-            f"generate_config.quantization ({generate.quantization}) is not available for {plan.architecture.name}, which has"
-            f" {kinds[0]}{seen}; among such models it has {', '.join(known) or 'none'}; leave it out"
-        )
-    if generate.quantization is not None:
-        _check_blocks(platform, model, generate, generate.quantization)
+    if (quantization := generate.quantization) is not None:
+        # the rule that says so reads config.json where the run file names it, without what only the plan knows
+        if reason := explain_unquantized(plan.architecture.name, plan.model_config, quantization, platform):
+            raise ValueError(f"generate_config.quantization ({quantization}) is not available {reason}")
+        _check_blocks(model, generate, quantization)
     if platform == "cpu" and plan.model_config.sparse_attention is not None:
         raise ValueError(
             f"actor_config: vLLM's CPU build has no sparse attention, which this model ({plan.architecture.name}) has; {slow}"
@@ -182,7 +168,7 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
         )
 
 
-def _check_blocks(platform: str, model: RoleModel, generate: GenerateConfig, quantization: str) -> None:
+def _check_blocks(model: RoleModel, generate: GenerateConfig, quantization: str) -> None:
     """Raise ValueError where elements that share a scale are on different ranks of the trainer or of an engine."""
     block, role, plan = QUANTIZED_FORMATS[quantization].block, model.config, model.plan
     if block is None:
@@ -196,25 +182,12 @@ def _check_blocks(platform: str, model: RoleModel, generate: GenerateConfig, qua
                 continue
             for side, ranks in (("trainer", trained), ("rollout engine", served)):
                 count = ranks[op.axis] if split.dim == 1 else 1
-                # a 950 has the scales of experts in pairs
-                unit = 2 * block if platform == "npu" and op.axis == "etp" else block
-                if shape[1] % (unit * count):
+                if shape[1] % (block * count):
                     raise ValueError(
-                        f"generate_config.quantization ({quantization}) needs a multiple of {unit} elements of a row on each "
+                        f"generate_config.quantization ({quantization}) needs a multiple of {block} elements of a row on each "
                         f"rank: {name} has {shape[1]}, on {count} tensor-parallel ranks of the {side}; use "
-                        f"{'fewer ranks' if shape[1] % unit == 0 else 'int8'}, or leave it out"
+                        f"{'fewer ranks' if shape[1] % block == 0 else 'int8'}, or leave it out"
                     )
-
-
-def _list_kinds(model_config: ModelConfig) -> list[str]:
-    """Return what a model has beside the dense matrices of attention and MLP."""
-    kinds = {
-        "experts": model_config.moe_layers,
-        "latent attention": model_config.multi_latent_attention,
-        "gated delta nets": model_config.linear_attention is not None,
-        "a vision tower": model_config.vision is not None,
-    }
-    return [kind for kind, has in kinds.items() if has]
 
 
 def _check_module(plan: ModelPlan, hf_folder: Path, *, trusts_code: bool) -> None:

@@ -250,8 +250,13 @@ class RolloutReplica:
         assert self.push is not None
         model = self.engine.get_model()
         num_proven = self.push.prove(model, self.engine.hooks.unpack(model)).num_parameters
-        self.engine.list_replaced = self.push.list_replaced
+        self.engine.list_replaced = self._list_replaced
         return num_proven + (self._load_adapters(model, adapters, version, is_average=is_average) if adapters else 0)
+
+    def _list_replaced(self, model: nn.Module) -> list[Tensor]:
+        """Return the tensors that the next weight sync writes."""
+        assert self.push is not None
+        return self.push.list_replaced(model, self.engine.hooks.unpack(model))
 
     def _load_adapters(self, model: nn.Module, adapters: Mapping[str, AdapterFolder], version: int, *, is_average: bool) -> int:
         """Give the engine these adapters and the opponents' snapshots; return how many matrices it was proven to have."""

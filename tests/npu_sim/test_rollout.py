@@ -70,6 +70,10 @@ def test_with_drafts_greedy_tokens_and_log_probs_are_those_of_transformers() -> 
     assert report["again"] and 0 < accepted <= proposed
 
 
+#: what the proof of a dense layer sees: its elements, its scales and the copy of them that kernels read
+INT8_DAMAGE = ["down_proj.weight", "down_proj.weight_scale", "down_proj.weight_scale_fp32"]
+
+
 @pytest.mark.slow
 def test_int8_products_of_vllm_ascend_have_the_log_probs_of_their_definition_after_every_sleep() -> None:
     (report,) = run_ranks("rollout", 1, {"quantization": "int8", "rounds": 2})
@@ -77,7 +81,7 @@ def test_int8_products_of_vllm_ascend_have_the_log_probs_of_their_definition_aft
     # bf16 moves elements over the rounding edges of int8, which are wider than its own
     assert report["mean"] < BF16 and report["worst"] < 4 * BF16
     assert report["calls"]["npu::npu_quant_matmul"] == report["calls"]["npu::npu_dynamic_quant"] > 0
-    assert len(set(report["proven"])) == 1 and report["damage"] == ["down_proj.weight", "down_proj.weight_scale"]
+    assert len(set(report["proven"])) == 1 and report["damage"] == INT8_DAMAGE
 
 
 @pytest.mark.slow
@@ -127,14 +131,14 @@ def test_devices_that_share_experts_sample_the_tokens_of_a_single_process(
 
 #: of two layers, the experts of each of two devices; neither layer has them in their order
 PLACES = [[[0, 2], [1, 3]], [[3, 1], [0, 2]]]
+EXPERT_MAP = {"generate": {"expert_map_path": "expert_map.json"}}
 
 
 @pytest.mark.slow
 def test_experts_at_the_places_of_a_map_sample_the_tokens_of_a_single_process(all_experts: dict[str, Any]) -> None:
     prompts = [[0, 1, 2], [3]]
     layout = {"sharing": 2, "prompts": prompts, "rounds": 1, "experts_of_devices": PLACES}
-    keys = {"generate": {"expert_map_path": "expert_map.json"}}
-    for numbers, report in zip(prompts, run_ranks("rollout", 2, EXPERTS | layout | keys), strict=True):
+    for numbers, report in zip(prompts, run_ranks("rollout", 2, EXPERTS | layout | EXPERT_MAP), strict=True):
         assert report["tokens"] == [all_experts["tokens"][number] for number in numbers]
         assert report["worst"] < 1e-4 and all(report["same_greedy"])
         assert report["equal"] == [True] and report["other_weights_differ"]
@@ -157,7 +161,7 @@ def test_int8_experts_have_the_log_probs_of_their_definition_after_every_sync() 
     assert report["equal"] == [True, True] and report["other_weights_differ"]
     # every byte of every sync, and a proof that sees another one in a matrix and in a scale
     assert len(report["proven"]) == 4 and len(set(report["proven"])) == 1
-    assert report["damage"] == ["w13_weight", "w2_weight_scale"]
+    assert report["damage"] == ["w13_weight", "w2_weight_scale", "w13_weight_scale_fp32"]
     assert report["in_bytes"] == [f"mlp.experts.{name}" for name in _QWEN3_MOE] + [
         f"self_attn.{name}.weight" for name in ("o_proj", "qkv_proj")
     ]
@@ -201,6 +205,30 @@ def test_int8_experts_on_two_devices_have_the_log_probs_of_their_definition(
         assert (report["calls"].get("npu::npu_dequant_swiglu_quant", 0) > 0) == (exchange == "MC2")
 
 
+#: graphs of whole decoding steps, for as many requests; a step of three is padded to four
+GRAPHS = {
+    "enforce_eager": False,
+    "cudagraph_capture_sizes": [1, 2, 4, 8],
+    "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+
+#: what int8 experts are combined with: processes, further settings of the program
+INT8_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "places of a map": (2, {"sharing": 2, "prompts": [[0, 1, 2], [3]], "experts_of_devices": PLACES} | EXPERT_MAP),
+    "graphs": (1, {"generate": GRAPHS}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INT8_EXPERTS)
+def test_int8_experts_have_the_log_probs_of_their_definition_combined_with(name: str) -> None:
+    ranks, settings = INT8_EXPERTS[name]
+    for report in run_ranks("rollout", ranks, EXPERTS | {"rounds": 2, "quantization": "int8"} | settings):
+        assert report["worst"] < 1e-4 and all(report["same_greedy"])
+        assert report["equal"] == [True, True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
+        assert report["graphs"] == (len(GRAPHS["cudagraph_capture_sizes"]) if name == "graphs" else 0)
+
+
 LATENT = {"model": "deepseek3_latent", "dtype": "float32", "cast_prompts": False}
 
 
@@ -210,7 +238,9 @@ def test_int8_with_latent_attention_and_shared_experts_has_the_log_probs_of_thei
     assert report["worst"] < 1e-4 and all(report["same_greedy"])
     assert report["equal"] == [True] and report["other_weights_differ"]
     assert len(set(report["proven"])) == 1
-    assert report["damage"] == ["down_proj.weight", "down_proj.weight_scale", "w13_weight", "w2_weight_scale"]
+    weights, scales = ["down_proj.weight", "w13_weight"], ["down_proj.weight_scale", "w2_weight_scale"]
+    copies = ["down_proj.weight_scale_fp32", "w13_weight_scale_fp32"]
+    assert report["damage"] == [weights[0], scales[0], weights[1], scales[1], *copies]
     # kv_b_proj, of which attention folds further matrices, is none of them
     attention = [name for name in report["in_bytes"] if name.startswith("self_attn")]
     assert attention == [f"self_attn.{name}.weight" for name in ("fused_qkv_a_proj", "o_proj", "q_b_proj")]
@@ -266,14 +296,6 @@ def test_keys_that_change_no_token(name: str, alone: dict[str, Any]) -> None:
     (report,) = run_ranks("rollout", 1, {"dtype": "float32", "generate": SAME_TOKENS[name]})
     assert report["tokens"] == alone["tokens"] and report["worst"] < 1e-4
     assert report["equal"] == [True, True] and report["other_weights_differ"]
-
-
-#: graphs of whole decoding steps, for as many requests; a step of three is padded to four
-GRAPHS = {
-    "enforce_eager": False,
-    "cudagraph_capture_sizes": [1, 2, 4, 8],
-    "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
-}
 
 
 @pytest.mark.slow

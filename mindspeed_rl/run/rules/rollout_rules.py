@@ -14,6 +14,7 @@ from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS, RLConfig
 from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE
+from mindspeed_rl.run.rules.quantized_models import explain_actor
 from mindspeed_rl.run.rules.violation import Broken, needs, read_key, violate
 
 _MODE = "rl_config.router_replay.mode"
@@ -320,8 +321,8 @@ def _engine_settings(run: Run) -> Iterator[Broken]:
     for name, reason in _REFUSED_SETTINGS.items():
         if additional.get(name):
             yield _own_setting(f"additional_config.{name}", f"{reason}; remove it")
-    if generate.quantization is not None and _FUSION in additional:
-        problem = "is set by this suite where generate_config.quantization is: fused kernels take experts in the NZ layout only"
+    if generate.quantization == "int8" and run.config.platform == "npu" and not _is_dense(run) and _FUSION in additional:
+        problem = "is set by this suite for experts in int8, which its fused kernels take in the NZ layout only"
         yield _own_setting(f"additional_config.{_FUSION}", f"{problem}; remove it")
     if run.config.platform == "npu" and generate.kv_cache_dtype != "auto":
         text = "[kv_cache_dtype:is] is not available on npu: vllm-ascend's attention writes keys and values as they are"
@@ -469,25 +470,57 @@ def _quantization(run: Run) -> Iterator[Broken]:
     cfg, generate, key = run.config, run.generate, "generate_config.quantization"
     if generate.quantization is None:
         return
-    actor, drafts, is_npu = cfg.with_shape("actor_config"), generate.drafts or {}, cfg.platform == "npu"
+    for keys, reason in explain_quantization(run, cfg.platform):
+        change = {"generate_config.enforce_eager": True} if "enforce_eager" in keys else {key: None}
+        yield violate("quantization", f"[{key}] is not available {reason}", change, keys=keys)
+
+
+def explain_quantization(run: Run, platform: str) -> Iterator[tuple[dict[str, object], str]]:
+    """Yield the other keys and the reason for which `quantization` is not available.
+
+    Args:
+        run: its run file sets it.
+        platform: device kind of its engines; where it is still open ("auto"), only what no device kind has is a reason.
+    """
+    cfg, generate = run.config, run.generate
+    assert generate.quantization is not None
+    actor, drafts = cfg.with_shape("actor_config"), generate.drafts or {}
+    is_cpu, is_npu = platform == "cpu", platform == "npu"
     sizes = QUANTIZED_FORMATS[generate.quantization]
-    compiled = sizes.is_emulated and cfg.platform == "cpu" and not generate.enforce_eager
+    compiled = sizes.is_emulated and is_cpu and not generate.enforce_eager
+    kinds = [platform] if is_cpu or is_npu else ["npu", "cpu"] if platform == "auto" else []
+    refused = [explain_actor(cfg, kind) for kind in kinds]
+    model = refused[-1] if all(refused) and refused else ""
     for is_on, other, reason in (
-        (cfg.platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
+        (platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
         (is_npu and sizes.absent_on_npu, None, f"on npu: {sizes.absent_on_npu}"),
         (compiled, "enforce_eager", "with enforce_eager (false): it is emulated by Python, which is not in compiled code"),
         (is_npu and generate.dtype == "float32", "dtype", "in float32 on npu: vllm-ascend has it for bfloat16"),
         (
-            not is_npu and not _is_dense(run) and actor.num_experts and generate.enable_expert_parallel,
+            is_cpu and not _is_dense(run) and actor.num_experts and generate.enable_expert_parallel,
             *("enable_expert_parallel", "with enable_expert_parallel, where engines share experts: only npu has it"),
         ),
         (generate.lora_push == "adapter", "lora_push", "next to an adapter; merged works"),
         (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),
+        (model and not (is_npu and sizes.absent_on_npu), None, model),
     ):
         if is_on:
-            given = {} if other is None else {other: getattr(generate, other)}
-            change = {"generate_config.enforce_eager": True} if other == "enforce_eager" else {key: None}
-            yield violate("quantization", f"[{key}] is not available {reason}", change, keys=given)
+            yield {} if other is None else {other: getattr(generate, other)}, reason
+    if is_npu and not _is_dense(run) and actor.num_experts:
+        yield from explain_unproven(run)
+
+
+def explain_unproven(run: Run) -> Iterator[tuple[dict[str, object], str]]:
+    """Yield what quantized experts were not run with on the simulated NPU, as in `explain_quantization`."""
+    generate, rl = run.generate, run.config.rl_config
+    replay = "disabled" if rl is None else rl.router_replay.mode
+    for name, value, is_on in (
+        ("infer_tensor_parallel_size", generate.infer_tensor_parallel_size, generate.infer_tensor_parallel_size > 1),
+        ("update_weight_mode", generate.update_weight_mode, generate.update_weight_mode == "delta"),
+        (_MODE, replay, replay == "R3"),
+    ):
+        if is_on:
+            yield {name: value}, f"for experts on npu with {name} ({value}): no run on the simulated NPU has proven it"
 
 
 #: platform without `exact_log_probs` -> the reason

@@ -36,10 +36,10 @@ def round_blocks(x: Tensor) -> Tensor:
     blocks = x.reshape(-1, 32)
     top = blocks.abs().amax(1, keepdim=True)
     scale = 2.0 ** (torch.floor(torch.log2(top.clamp(min=2.0**-119))) - 8)
-    wanted, numbers = (blocks.abs() / scale).clamp(max=448), torch.tensor(E4M3, dtype=torch.float64)
-    above = torch.searchsorted(numbers, wanted).clamp(max=len(E4M3) - 1)
+    quotients, numbers = (blocks.abs() / scale).clamp(max=448), torch.tensor(E4M3, dtype=torch.float64)
+    above = torch.searchsorted(numbers, quotients).clamp(max=len(E4M3) - 1)
     below = (above - 1).clamp(min=0)
-    up, down = numbers[above] - wanted, wanted - numbers[below]
+    up, down = numbers[above] - quotients, quotients - numbers[below]
     nearest = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
     return (numbers[nearest] * blocks.sign() * scale).view(x.shape)
 
@@ -81,8 +81,8 @@ def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype) ->
 class QuantizedSync:
     """Weight syncs of engines that have all weights on so many ranks together; each trainer has all by itself."""
 
-    def __init__(self, engine: Any, quantization: str, dtype: torch.dtype, ranks: int = 1) -> None:
-        self._engine, self._quantization, self._dtype, self._ranks = engine, quantization, dtype, ranks
+    def __init__(self, engine: Any, quantization: str, dtype: torch.dtype, ranks: int = 1, *, delta: bool = False) -> None:
+        self._engine, self._quantization, self._dtype, self._ranks, self._delta = engine, quantization, dtype, ranks, delta
         self._push: Any = None
         self._tensors: dict[str, Tensor] = {}
 
@@ -103,6 +103,9 @@ class QuantizedSync:
         model = self._engine.get_model()
         return self._push.prove(model, self._engine.hooks.unpack(model)).num_parameters
 
+    def list_replaced(self, model: Any) -> list[Tensor]:
+        return self._push.list_replaced(model, self._engine.hooks.unpack(model))
+
     def list_types(self) -> list[str]:
         """Return the ends of the names of the engine's parameters in bytes, each once."""
         names = {name for name, value in self._engine.get_model().named_parameters() if value.dtype.itemsize == 1}
@@ -112,24 +115,27 @@ class QuantizedSync:
         """Return what the proof says of one other byte in each kind of matrix, which is put right again."""
         from mindspeed_rl.resharding.proof import WeightDeliveryError
 
-        found = []
-        parameters = dict(self._engine.get_model().named_parameters())
-        ends = ("down_proj.weight", "down_proj.weight_scale", "w13_weight", "w2_weight_scale")
-        for end in ends:
-            names = [name for name in parameters if name.endswith(end)]
+        detected = []
+        model = self._engine.get_model()
+        tensors = {name: value.data for name, value in model.named_parameters()}
+        for name, module in model.named_modules():  # what kernels read beside the parameters
+            tensors |= {f"{name}.{key}": value for key, value in vars(module).items() if key.endswith("_scale_fp32")}
+        scales = ("down_proj.weight_scale_fp32", "w13_weight_scale_fp32")
+        for end in ("down_proj.weight", "down_proj.weight_scale", "w13_weight", "w2_weight_scale", *scales):
+            names = [name for name in tensors if name.endswith(end)]
             if not names:
                 continue
-            data = parameters[names[-1]].data
+            data = tensors[names[-1]]
             elements = data.view(torch.uint8) if data.dtype.itemsize == 1 else data.view(torch.int16)
             place = (-1,) * elements.dim()
             elements[place] += 1
             try:
                 self.prove()
-                found.append(f"nothing at {names[-1]}")
+                detected.append(f"nothing at {names[-1]}")
             except WeightDeliveryError as error:
-                found.append(end if names[-1] in str(error) else str(error))
+                detected.append(end if names[-1].removesuffix("_fp32") in str(error) else str(error))
             elements[place] -= 1
-        return found
+        return detected
 
     def _write(self, model: Any) -> None:
         from mindspeed_rl.adaptors.engine_hooks import DERIVED
@@ -148,9 +154,9 @@ class QuantizedSync:
             trained = quantize_side(full, self._quantization)
             stored = stored_dtypes(trained.quantized, trained.quantization)
             load: Callable[..., Any] = model.load_weights
-            found = read_destinations(model, load, trained.shapes, self._dtype, skip=DERIVED, stored=stored)
-            replica = dist.get_rank() // self._ranks
-            self._push = WeightPush(trained, found, Exchange.from_world(), derived=DERIVED, replica=replica)
+            destinations = read_destinations(model, load, trained.shapes, self._dtype, skip=DERIVED, stored=stored)
+            layout = {"replica": dist.get_rank() // self._ranks, "derived": DERIVED, "delta": self._delta}
+            self._push = WeightPush(trained, destinations, Exchange.from_world(), **layout)
         self._push.write(model)
 
 

@@ -76,7 +76,8 @@ def main() -> None:
     Settings: model, dtype, tensor_parallel, rounds of sleep, drafts (`speculative_config`), cast_prompts (True as it is),
     generate (further keys of generate_config), sharing (replicas that share experts; without it each has all of them), prompts
     (of each rank, the numbers of those it answers), experts_of_devices (of each layer; for `expert_map_path`), routing (whether
-    the experts of each token are reported), sampling (several groups of keys of sampling_config, for greedy responses).
+    the experts of each token are reported), sampling (several groups of keys of sampling_config, for greedy responses),
+    delta (syncs of quantized weights write what has changed).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
@@ -148,7 +149,8 @@ def main() -> None:
         free, total = torch.npu.mem_get_info()
         return (total - free) >> 20
 
-    sync, proven = QuantizedSync(engine, str(config.quantization), torch_dtype, tp * settings.get("sharing", 1)), []
+    replica_ranks, proven = tp * settings.get("sharing", 1), []
+    sync = QuantizedSync(engine, str(config.quantization), torch_dtype, replica_ranks, delta=settings.get("delta", False))
 
     def push(version: int, scale: float = 1.0) -> None:
         from safetensors.torch import load_file
@@ -227,9 +229,10 @@ def main() -> None:
     result["worst_cut"] = max(gaps([(completion.token_ids, completion.log_probs) for completion in cut], 0.7))
     for version in range(1, 1 + settings.get("rounds", 2)):
         if version > 1:  # all that a push writes need not be kept
-            engine.list_replaced = lambda model: [
+            every = lambda model: [  # noqa: E731
                 value.data for name, value in model.named_parameters() if not name.endswith(DERIVED)
             ]
+            engine.list_replaced = sync.list_replaced if config.quantization else every
         before = used()
         engine.release_memory()
         memory.append([before, used()])

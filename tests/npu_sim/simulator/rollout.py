@@ -649,7 +649,8 @@ def _quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **settings: Any) -> Ten
         if settings.get("pertoken_scale") is not None or settings.get("bias") is not None:
             raise RuntimeError("npu_quant_matmul: scales of tokens and a bias with results in int32 are not simulated")
         return (x1.double() @ x2.double()).int()
-    out = (x1.float() @ x2.float()) * settings["pertoken_scale"][:, None] * scale.float()
+    # sums of whole numbers are exact, as the device's in int32 are
+    out = (x1.double() @ x2.double()).float() * settings["pertoken_scale"][:, None] * scale.float()
     out = out if settings.get("bias") is None else out + settings["bias"].float()
     return out.to(_read_dtype(settings.get("output_dtype")))
 

@@ -312,7 +312,7 @@ import json, multiprocessing, pickle, sys
 from mindspeed_rl.adaptors import engine_hooks
 from mindspeed_rl.adaptors.vllm_cpu_block_formats import build_config
 
-keys = engine_hooks().quantization_config("w4a8", {})
+keys = engine_hooks().quantization_config("w4a8", dict)
 sent = pickle.dumps(build_config(keys["format"], keys["ignore"]))
 with multiprocessing.get_context("spawn").Pool(1) as pool:
     read = pool.apply(pickle.loads, (sent,))

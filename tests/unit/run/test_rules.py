@@ -588,12 +588,20 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"platform": "npu", R: EXACT}, *EXACT, ["on npu", "add up in different orders", "npu_deterministic"]),
     ({R: EXACT, M: EXPERTS}, *EXACT, ["router_replay.mode (disabled)", "set R3", "one tensor-parallel rank"]),
     (
-        {G: {"quantization": "int8", "additional_config": {"ascend_fusion_config": {"fusion_ops_gmmswigluquant": True}}}},
+        {
+            "platform": "npu",
+            M: EXPERTS,
+            G: {"quantization": "int8", "additional_config": {"ascend_fusion_config": {"fusion_ops_gmmswigluquant": True}}},
+        },
         *("own_engine_setting", ["additional_config.ascend_fusion_config", "NZ layout only", "remove it"]),
     ),
     (
-        {M: EXPERTS, G: {"quantization": "int8", "enable_expert_parallel": True}},
+        {"platform": "cpu", M: EXPERTS, G: {"quantization": "int8", "enable_expert_parallel": True}},
         *("quantization", ["quantization (int8)", "enable_expert_parallel", "engines share experts: only npu has it"]),
+    ),
+    (
+        {"platform": "npu", M: EXPERTS, G: {"quantization": "int8", "infer_tensor_parallel_size": 2}},
+        *("quantization", ["for experts on npu with infer_tensor_parallel_size (2)", "no run on the simulated NPU"]),
     ),
     (
         {"platform": "npu", G: {"quantization": "w4a8", "dtype": "bfloat16"}},

@@ -1,0 +1,29 @@
+"""Formats of rollout engines that a device, or its kind, does not have for a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rl.planner.devices import DEVICES
+from mindspeed_rl.planner.memory import plan_memory
+from mindspeed_rl.run.draft import load_run
+
+
+@pytest.mark.parametrize(
+    ("device", "keys", "message"),
+    [
+        ("A3", {"quantization": "int8", "enforce_eager": True}, ""),
+        ("A3", {"quantization": "mxfp8", "enforce_eager": True}, r"\(mxfp8\) is not available on A3: an Ascend 950"),
+        ("950PR", {"quantization": "mxfp8", "enforce_eager": True}, r"\(mxfp8\) .* qwen3_moe, which has experts, on npu"),
+        ("A3", {"quantization": "int8", "infer_tensor_parallel_size": 2}, r"infer_tensor_parallel_size \(2\): no run"),
+    ],
+)
+@pytest.mark.parametrize("platform", ["auto", "npu"])
+def test_a_plan_refuses_what_an_engine_would(platform: str, device: str, keys: dict[str, object], message: str) -> None:
+    values = [f"generate_config.{name}={value}".replace("True", "true") for name, value in keys.items()]
+    run = load_run("grpo_qwen3_30b_a3b_A3_8dies", None, [f"platform={platform}", *values])
+    if message:
+        with pytest.raises(ValueError, match=message):
+            plan_memory(run, DEVICES[device])
+    else:
+        assert plan_memory(run, DEVICES[device]).verdict == "fits"
