@@ -52,10 +52,19 @@ def apply() -> None:
 
 
 @contextlib.contextmanager
-def keeping_results() -> Iterator[None]:
-    """Let this process keep the results of the writers of a save that starts here, and that it runs itself."""
+def keep_results_in_process() -> Iterator[None]:
+    """Let this process keep the results of the writers of a save that starts here, and that it runs itself.
+
+    Raises:
+        RuntimeError: Megatron makes the queue of results by another name.
+    """
     names = vars(importlib.import_module(_WRITER))
-    name = next(name for name in _QUEUES if name in names)
+    name = next((name for name in _QUEUES if name in names), None)
+    if name is None:
+        raise RuntimeError(
+            f"{_WRITER} of megatron-core {_installed()} has neither {' nor '.join(_QUEUES)}, which this adaptor changes; set "
+            "async_save: true, or install a release that has one of them."
+        )
     original, results = names[name], queue.Queue[object]()
     names[name] = lambda mp_mode="spawn": results
     try:

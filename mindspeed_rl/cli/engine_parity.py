@@ -1,4 +1,4 @@
-"""`mindspeed-rl parity RUN --engines megatron,fsdp`: one step of a run's actor by two training engines, compared."""
+"""`mindspeed-rl parity RUN --engines megatron,fsdp`: two steps of a run's actor by two training engines, compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl parity",
         description="Give the same random rows to a run's actor on each engine, in float32 on one rank, and compare log-probs, "
-        "loss, gradient norm, every gradient by Hugging Face name, and the weights after one step.",
+        "loss, gradient norm, every weight and gradient by Hugging Face name, and the updates of two steps.",
     )
     add_run(parser, "run file, with or without .yaml")
     parser.add_argument("--engines", required=True, help="two or more of: " + ", ".join(ENGINES))

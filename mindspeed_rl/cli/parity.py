@@ -4,7 +4,7 @@ Writes the loss, the advantages and the gradient of the loss with respect to log
 can be compared with this one number by number on the same batch. The format of the batch is described in
 mindspeed_rl/algorithms/rollout_file.py.
 
-With --engines NAME,NAME the argument is a run file, and training engines are compared on one step of its actor.
+With --engines NAME,NAME the argument is a run file, and training engines are compared on two steps of its actor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two training engines on the same rows: log-probs, loss, gradient norm, every gradient and the first update, compared.
+"""Two training engines on the same rows: log-probs, loss, gradient norm, every gradient and the updates of two steps, compared.
 
 Each engine is a witness of the other: they share batching, head, loss and schedule, and have layers, attention, sharding and
 optimizer of their own. Everything is in float32 on one rank, so that a difference is a fault and not rounding.
@@ -7,7 +7,7 @@ optimizer of their own. Everything is in float32 on one rank, so that a differen
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +31,11 @@ from mindspeed_rl.run.rules.training_engine_rules import check_model_form, list_
 from mindspeed_rl.scratch import scratch_folder
 from mindspeed_rl.workers.engines import PassSettings, build_engine
 
-#: a step that shows wrong weights, and in which rounding stays small: its largest elements move by a part of the rate, and
-#: an update is smooth in the gradient, whose norm is at most that of `clip_grad`
-_LR, _EPS_OF_CLIP = 0.1, 0.1
+#: a step of which a fault shows whatever the model: gradients are clipped to this part of their norm, and `adam_eps` is the
+#: largest of them, so that the update is smooth in the gradient, and no larger in an element that is 0 but for rounding
+_LR, _CLIPPED = 0.1, 0.5
+#: optimizer steps: the first update depends on no beta
+_STEPS = 2
 #: keys of the comparison, whatever the run file has, besides those that an engine limits: one rank, float32, all weights
 _KEYS: dict[str, Any] = {
     "context_parallel_size": 1,
@@ -46,12 +48,14 @@ _KEYS: dict[str, Any] = {
     "optimizer_offload_fraction": 0.0,
     "lr_warmup_iters": 0,
     "lr_decay_style": "constant",
-    "train_iters": 1,
+    "train_iters": _STEPS,
     "optimizer": "adam",
 }
-#: tensors below this part of the largest gradient of all, or of the rate, are compared with that part: some gradients are 0
-#: but for rounding
+#: tensors below this part of the largest gradient or update of all are compared with that part: some gradients are 0 but for
+#: rounding
 _FLOOR = 1e-3
+#: updates below this part of the largest weight of their tensor are compared with that part: a weight after a step is rounded
+_WEIGHT_FLOOR = 0.05
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,17 @@ class EngineResult:
 
     Attributes:
         log_probs: log-probs of the predicted tokens, row by row.
-        gradients, weights: by HF name; the weights are those after one step.
+        weights: those before the first step, by HF name.
+        gradients: those of the first step before they are clipped, by HF name.
+        updates: what each step adds to the weights, by HF name.
     """
 
     log_probs: list[Tensor]
     loss: float
     grad_norm: float
-    gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    updates: Sequence[Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,8 @@ class Difference:
 
     Attributes:
         quantity: its name.
-        value: the difference: of log-probs absolute, of all else relative to the largest element of the tensor.
+        value: the difference: of log-probs absolute, of all else relative to the largest element of the tensor, but for what is
+            0 up to rounding.
         place: where it is: a row or the HF name of a tensor.
     """
 
@@ -107,7 +115,7 @@ def single_rank_world(config: MegatronConfig) -> Iterator[None]:
 
 
 def compare_engines(cfg: RunConfig, engines: Sequence[EngineName], num_rows: int, num_tokens: int) -> list[Difference]:
-    """Compute one step of a run's actor with each engine, and compare all others with the first; largest difference first.
+    """Compute two steps of a run's actor with each engine, and compare all others with the first; largest difference first.
 
     Args:
         cfg: the run.
@@ -115,7 +123,7 @@ def compare_engines(cfg: RunConfig, engines: Sequence[EngineName], num_rows: int
         num_rows, num_tokens: random rows, and the longest of them.
 
     Raises:
-        ValueError: the model is not there as a Hugging Face folder, or an engine does not compute it.
+        ValueError: the model is not there as a Hugging Face folder, an engine does not compute it, or nothing of it trains.
     """
     actor = cfg.actor_config
     source = find_model(actor, "megatron_training" if cfg.is_supervised else "actor_config")
@@ -127,12 +135,17 @@ def compare_engines(cfg: RunConfig, engines: Sequence[EngineName], num_rows: int
     plan = plan_model(config, source.hf_folder)
     for name in engines:
         check_model_form(replace(config, engine=name), plan.architecture, plan.model_config)
-    rows = make_rows(num_rows, num_tokens, plan.model_config.vocab_size, seed=actor.seed)
+    batches = [make_rows(num_rows, num_tokens, plan.model_config.vocab_size, seed=actor.seed + step) for step in range(_STEPS)]
     temperature = 1.0 if cfg.generate_config is None else cfg.generate_config.sampling_config.temperature or 1.0
     with single_rank_world(config):
+        first, *_ = configs = [replace(config, engine=name) for name in engines]
+        # clipping and eps that both get, in proportion to the gradients of this model
+        probe = measure_engine(first, plan, source.weights, source.hf_folder, batches[:1], temperature)
+        scale = _scale_step(probe)
+        del probe
         results = [
-            measure_engine(replace(config, engine=name), plan, source.weights, source.hf_folder, rows, temperature)
-            for name in engines
+            measure_engine(replace(config, **scale), plan, source.weights, source.hf_folder, batches, temperature)
+            for config in configs
         ]
     return sorted(
         (difference for other in results[1:] for difference in compare_results(results[0], other)),
@@ -140,14 +153,21 @@ def compare_engines(cfg: RunConfig, engines: Sequence[EngineName], num_rows: int
     )
 
 
-def _build_config(actor: MegatronConfig, engines: Iterable[EngineName]) -> MegatronConfig:
+def _build_config(actor: MegatronConfig, engines: Sequence[EngineName]) -> MegatronConfig:
     """Return the keys of the comparison: those of the actor, but for what is not a part of it."""
-    clip = actor.clip_grad or 1.0
-    step: dict[str, Any] = {"lr": _LR, "min_lr": 0.0, "clip_grad": clip, "adam_eps": _EPS_OF_CLIP * clip}
+    step: dict[str, Any] = {"lr": _LR, "min_lr": 0.0}
     if actor.lr:  # tower and projector keep their part of the rate
         rates = {name: getattr(actor, name) for name in ("vit_lr", "aligner_lr")}
         step |= {name: rate * _LR / actor.lr for name, rate in rates.items() if rate is not None}
     return replace(actor, **list_common_values(engines) | _KEYS | step)
+
+
+def _scale_step(probe: EngineResult) -> dict[str, Any]:
+    """Return the keys of a step that clips the gradients of a result, and whose largest elements move by half the rate."""
+    largest = max((float(gradient.abs().max()) for gradient in probe.gradients.values()), default=0.0)
+    if not largest:
+        raise ValueError("no gradient is above 0: nothing of the model trains, and there is no update to compare.")
+    return {"clip_grad": _CLIPPED * probe.grad_norm, "adam_eps": _CLIPPED * largest}
 
 
 def make_rows(count: int, longest: int, vocab_size: int, *, seed: int) -> Rows:
@@ -171,34 +191,48 @@ def _weighted_loss(inputs: LossInputs) -> LossOutput:
 
 
 def measure_engine(
-    config: MegatronConfig, plan: ModelPlan, weights: Path, hf_folder: Path, rows: Rows, temperature: float
+    config: MegatronConfig, plan: ModelPlan, weights: Path, hf_folder: Path, batches: Sequence[Rows], temperature: float
 ) -> EngineResult:
-    """Compute log-probs and one step of the engine that the keys name, in a world of one rank.
+    """Compute log-probs and some steps of the engine that the keys name, in a world of one rank.
 
     Args:
         config: keys of the role.
         plan: plan of its model.
         weights: folder of its tensors.
         hf_folder: has config.json.
-        rows: what it computes, with the column weights.
+        batches: rows of each step, with the column weights; log-probs, loss and gradients are of the first.
         temperature: logits are divided by it.
     """
     built = build_engine(config, plan, hf_folder, PassSettings(packed=True, pad_id=0, temperature=temperature), trains=True)
     engine, batching = built.engine, MicroBatching(2)
     engine.load(open_weights(weights))
     engine.start_training(1)
-    outputs = engine.forward(rows, batching)
+    outputs = engine.forward(batches[0], batching)
     assert outputs is not None  # the only rank returns results
     gradients: dict[str, Tensor] = {}
-    engine.on_gradients.append(lambda: gradients.update(built.read_gradients()))
-    result = engine.train_step(rows, batching, _weighted_loss)
-    loss = sum(float(loss.loss_sum) for loss in result.losses) / sum(int(loss.count) for loss in result.losses)
-    trained = {name: tensor.cpu().clone() for name, tensor in built.build_stream().named_tensors()}
-    return EngineResult(outputs[0], loss, result.grad_norm, gradients, trained)
+
+    def keep_first() -> None:
+        if not gradients:
+            gradients.update(built.read_gradients())
+
+    def read_weights() -> dict[str, Tensor]:
+        return {name: tensor.cpu().clone() for name, tensor in built.build_stream().named_tensors()}
+
+    engine.on_gradients.append(keep_first)
+    before = loaded = read_weights()
+    results, updates = [], []
+    for rows in batches:
+        results.append(engine.train_step(rows, batching, _weighted_loss))
+        after = read_weights()
+        updates.append({name: tensor - before[name] for name, tensor in after.items()})
+        before = after
+    losses = results[0].losses
+    loss = sum(float(loss.loss_sum) for loss in losses) / sum(int(loss.count) for loss in losses)
+    return EngineResult(outputs[0], loss, results[0].grad_norm, loaded, gradients, updates)
 
 
 def compare_results(first: EngineResult, other: EngineResult) -> list[Difference]:
-    """Return the largest difference of each quantity and of each gradient."""
+    """Return the largest difference of each quantity, and of each gradient and update."""
     gaps = [float((ours - theirs).abs().max()) for ours, theirs in zip(first.log_probs, other.log_probs, strict=True)]
     worst_row = max(range(len(gaps)), key=gaps.__getitem__)
     differences = [
@@ -206,11 +240,18 @@ def compare_results(first: EngineResult, other: EngineResult) -> list[Difference
         Difference("loss", abs(other.loss / first.loss - 1.0), ""),
         Difference("gradient norm", abs(other.grad_norm / first.grad_norm - 1.0), ""),
     ]
-    floor = _FLOOR * max(float(gradient.abs().max()) for gradient in first.gradients.values())
-    for name in sorted(first.gradients.keys() | other.gradients.keys()):
-        differences.append(Difference("gradient", _compare(name, first.gradients, other.gradients, floor), name))
-    for name in sorted(first.weights.keys() | other.weights.keys()):
-        differences.append(Difference("first update", _compare(name, first.weights, other.weights, _FLOOR * _LR), name))
+    for quantity, ours, theirs in (
+        ("weight", first.weights, other.weights),
+        ("gradient", first.gradients, other.gradients),
+        ("first update", first.updates[0], other.updates[0]),
+        ("second update", first.updates[1], other.updates[1]),
+    ):
+        floor = _FLOOR * max(float(tensor.abs().max()) for tensor in ours.values())
+        for name in sorted(ours.keys() | theirs.keys()):
+            rounded = 0.0
+            if "update" in quantity and name in first.weights:
+                rounded = _WEIGHT_FLOOR * float(first.weights[name].abs().max())
+            differences.append(Difference(quantity, _compare(name, ours, theirs, max(floor, rounded)), name))
     return differences
 
 
@@ -221,4 +262,3 @@ def _compare(name: str, first: Mapping[str, Tensor], other: Mapping[str, Tensor]
     size = max(float(first[name].abs().max()), floor)
     gap = float((first[name] - other[name]).abs().max())
     return gap / size if gap else 0.0
-

@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mindspeed_rl.adaptors.megatron_async_saves import keeping_results
+from mindspeed_rl.adaptors.megatron_async_saves import keep_results_in_process
 from mindspeed_rl.adaptors.megatron_loads import reading_with
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.dist import DistReader
@@ -658,7 +658,7 @@ class MegatronFiles:
         state = self._engine.state(subset, with_optimizer=with_optimizer, is_loading=False, with_average=True)
         if config.async_save and config.swap_optimizer:  # whose next step changes what is in host memory
             dict_list_map_inplace(_copy_from_host, cast(Any, state))
-        with contextlib.nullcontext() if config.async_save else keeping_results():
+        with contextlib.nullcontext() if config.async_save else keep_results_in_process():
             request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         assert request is not None  # of an asynchronous save, which `execute_sync` can run at once
         return request

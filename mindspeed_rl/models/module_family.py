@@ -17,7 +17,10 @@ from mindspeed_rl.models.model_config import HfConfig, ModelConfig
 from mindspeed_rl.models.weights import WeightOp
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from mindspeed_rl.models.hf_module import TensorPlace
 
 
 #: model types whose attention computes packed rows: positions and the bounds of sequences are all that it asks for
@@ -132,38 +135,70 @@ def read_module_family(
     Raises:
         ValueError: the installed transformers has no class for it, or the class has a form that the engine does not train.
     """
-    import torch
-    from transformers.core_model_loading import revert_weight_conversion
-
     # imports transformers' models, which a plan of a known family does without
-    from mindspeed_rl.models.hf_module import (
-        CheckpointNames,
-        TensorPlace,
-        build_module,
-        find_obstacle,
-        find_place,
-        list_kept,
-        list_layers,
-        read_hf_config,
-    )
+    from mindspeed_rl.models.hf_module import read_hf_config
 
-    config = read_hf_config(hf_folder, _ENGINE, trusts_code=trusts_code)
+    config = read_hf_config(hf_folder, _ENGINE, trusts_code=trusts_code)  # its errors have the path
+    classes = tuple(cast(list[str], hf_config.get("architectures") or []))
+    try:
+        return _read_family(config, _build_trained(config), _list_stored(hf_folder), classes)
+    except ValueError as error:
+        raise ValueError(f"{hf_folder / 'config.json'}: {error}") from error
+
+
+def _build_trained(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the module of a config without memory.
+
+    Raises:
+        ValueError: it has a form that the engine does not train.
+    """
+    import torch
+
+    from mindspeed_rl.models.hf_module import build_module, find_obstacle
+
     with torch.device("meta"):
         model = build_module(config)
     if obstacle := find_obstacle(model):
         raise ValueError(f"engine: fsdp does not train {config.model_type}: {obstacle}.")
-    layers = {f"{name}.": index for index, name in enumerate(list_layers(model))}
-    parameters, state = dict(model.named_parameters()), model.state_dict()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
-    values, names = {**parameters, **buffers}, CheckpointNames(model, buffers=True)
-    found: dict[str, tuple[TensorPlace, tuple[int, ...]]] = {}
-    for candidates in (_list_stored(hf_folder), list(revert_weight_conversion(model, values))):
+    return model
+
+
+def _match_names(
+    model: PreTrainedModel, values: Mapping[str, Tensor], stored: list[str]
+) -> dict[str, tuple[TensorPlace, tuple[int, ...]]]:
+    """Return place and shape of each tensor of a checkpoint, by the names of a folder or else by those that transformers gives.
+
+    Args:
+        values: parameters and buffers that checkpoints have.
+        stored: names of the folder's tensors; none without weights.
+
+    Raises:
+        ValueError: a value is in no tensor that the class saves.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from mindspeed_rl.models.hf_module import CheckpointNames, find_place
+
+    names, missing = CheckpointNames(model, buffers=True), set[str]()
+    for candidates in (stored, list(revert_weight_conversion(model, dict(values)))):
         found = {name: place for name in candidates if (place := find_place(names, name, values)) is not None}
         missing = values.keys() - {place.parameter for place, _ in found.values()}
         if not missing:
-            break
-    if missing:
-        raise ValueError(f"{type(model).__name__} of transformers does not save {min(missing)}, which engine: fsdp needs.")
+            return found
+    raise ValueError(f"{type(model).__name__} of transformers does not save {min(missing)}, which engine: fsdp needs.")
+
+
+def _read_family(
+    config: PretrainedConfig, model: PreTrainedModel, stored: list[str], classes: tuple[str, ...]
+) -> tuple[ModuleArchitecture, ModelConfig]:
+    """Return family and shape of a module; see `read_module_family` and `_match_names`."""
+    from mindspeed_rl.models.hf_module import list_kept, list_layers
+
+    layers = {f"{name}.": index for index, name in enumerate(list_layers(model))}
+    parameters, state = dict(model.named_parameters()), model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
+    values = {**parameters, **buffers}
+    found = _match_names(model, values, stored)
     by_module = {id(value): name for name, value in parameters.items()}
     embedding, head = (
         by_module[id(cast(Any, module).weight)] for module in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -173,7 +208,7 @@ def read_module_family(
     ordered = sorted(found, key=lambda name: (order[(place := found[name][0]).parameter], place.index or 0, place.start))
     architecture = ModuleArchitecture(
         name=config.model_type,
-        hf_classes=tuple(cast(list[str], hf_config.get("architectures") or [])),
+        hf_classes=classes,
         model_types=(config.model_type,),
         upstream_names=(),
         read_model_config=_refuse_config,

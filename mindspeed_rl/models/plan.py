@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.keys.megatron import BY_MODULE
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
@@ -266,10 +266,6 @@ def _check_indexers(layout: Layout, model_config: ModelConfig) -> None:
             )
 
 
-#: engine -> function that reads a model outside the table of architectures, which this engine trains
-_OTHER_FAMILIES: dict[str, Callable[..., tuple[Architecture, ModelConfig]]] = {"fsdp": read_module_family}
-
-
 def read_model(
     hf_folder: str | Path, engine: str = "megatron", *, trusts_code: bool = False
 ) -> tuple[Architecture, ModelConfig, HfConfig]:
@@ -295,11 +291,12 @@ def read_model(
             architecture = architecture_for(hf_config)
             return architecture, architecture.read_model_config(hf_config), hf_config
         except ValueError:
-            if engine not in _OTHER_FAMILIES:
+            if engine not in BY_MODULE:
                 raise
-        return *_OTHER_FAMILIES[engine](Path(hf_folder), hf_config, trusts_code=trusts_code), hf_config
     except ValueError as error:
-        raise error if str(error).startswith(str(path)) else ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
+    # a family outside the table, whose errors have the path
+    return *read_module_family(Path(hf_folder), hf_config, trusts_code=trusts_code), hf_config
 
 
 def read_any_model(hf_folder: str | Path, *, trusts_code: bool = False) -> tuple[Architecture, ModelConfig, HfConfig]:

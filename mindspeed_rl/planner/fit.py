@@ -535,12 +535,11 @@ class _Search:
                 _save_memory(base, sizes[0], rounding, streams=streams),
             )
             # what does not fit with the least memory is not tried with more
-            *_, leanest = _save_memory(base, sizes[0], (*savers, *rounding)[-1:], streams=streams)
-            least = self._plan_training(tree, leanest, engine)
+            least = self._plan_leanest(tree, base, (*savers, *rounding), engine, streams=streams)
             if least is not None and least.memory.verdict not in ACCEPTED:
                 continue
             for index, variants in enumerate(stages):
-                if index == 1 and least is None:  # it breaks a rule
+                if index == 1 and least is None:  # every saver breaks a rule
                     break
                 tried = [self._rank_training(tree, values, engine) for values in variants]
                 accepted = [entry for entry in tried if entry is not None]
@@ -551,6 +550,16 @@ class _Search:
         for _, _, values in sorted(ranked, key=lambda entry: entry[:2]):
             fastest.setdefault(tuple(values.get(f"actor_config.{name}") for name in SIZES), values)
         return list(fastest.values())[:_MAX_TRAINING_LAYOUTS]
+
+    def _plan_leanest(
+        self, tree: dict[str, Any], base: _Values, savers: Sequence[_Values], engine: _Values, *, streams: bool
+    ) -> SoundRun | None:
+        """Plan a training layout with the last of the savers that breaks no rule; None where each breaks one."""
+        for saver in reversed(savers):
+            *_, leanest = _save_memory(base, self._space.micro_batches[0], (saver,), streams=streams)
+            if (sound := self._plan_training(tree, leanest, engine)) is not None:
+                return sound
+        return None
 
     def _rank_training(self, tree: dict[str, Any], values: _Values, engine: _Values) -> _Ranked | None:
         """Return the rank of a training layout; None where it breaks a rule or does not fit."""

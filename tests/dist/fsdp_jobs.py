@@ -232,9 +232,20 @@ def _break_weight(engine: FsdpEngine) -> None:
     engine.model.read_rows("model.layers.0.mlp.up_proj.weight")[0][0] *= 1.01
 
 
-def _break_group(engine: FsdpEngine, name: str, change: Callable[[float], float]) -> None:
+def _break_group(engine: FsdpEngine, name: str, change: Callable[[Any], Any]) -> None:
     for group in engine.optimizer.param_groups:
         group[name] = change(group[name])
+
+
+def _skip_tensor(engine: FsdpEngine) -> None:
+    """Leave one tensor out of the optimizer."""
+    left_out = engine.model.names["model.layers.0.input_layernorm.weight"]
+    for group in engine.optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter is not left_out]
+
+
+def _break_betas(engine: FsdpEngine, factors: tuple[float, float]) -> None:
+    _break_group(engine, "betas", lambda betas: tuple(beta * factor for beta, factor in zip(betas, factors)))
 
 
 #: what is wrong in one of two engines
@@ -243,6 +254,10 @@ _FAULTS: dict[str, Callable[[FsdpEngine], None]] = {
     "weight": _break_weight,
     "decay of biases": lambda engine: _break_group(engine, "weight_decay", lambda _: 0.01),
     "rate": lambda engine: _break_group(engine, "lr", lambda rate: 1.001 * rate),
+    "update of a tensor": _skip_tensor,
+    "beta1": lambda engine: _break_betas(engine, (0.99, 1.0)),
+    "beta2": lambda engine: _break_betas(engine, (1.0, 0.99)),
+    "clip": lambda engine: setattr(engine, "config", replace(engine.config, clip_grad=0.0)),
     "eps": lambda engine: _break_group(engine, "eps", lambda eps: 1e3 * eps),
 }
 

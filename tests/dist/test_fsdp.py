@@ -11,9 +11,11 @@ import fsdp_jobs
 import numpy as np
 import pytest
 import tiny_families
+import torch
 import training_jobs
 from ranks import Ranks
 from training_jobs import Setting
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 #: families of text of the support table that transformers has under their own name, and whose experts are as in checkpoints
 FAMILIES = tuple(name for name in tiny_families.FAMILIES if name not in ("mimo", "internlm3", "gpt_oss"))
@@ -108,19 +110,40 @@ def test_parity_finds_nothing_in_sound_engines_and_the_tensor_of_a_fault(
     ranks: Callable[[int], Ranks], folders: Callable[[str], str]
 ) -> None:
     (sound,) = ranks(1).run(fsdp_jobs.compare, folder=folders("qwen2"))
-    assert {quantity for quantity, _, _ in sound} == {"log-probs", "loss", "gradient norm", "gradient", "first update"}
+    quantities = {"log-probs", "loss", "weight", "gradient norm", "gradient", "first update", "second update"}
+    assert {quantity for quantity, _, _ in sound} == quantities
     assert max(value for _, value, _ in sound) < 1e-5
     (broken,) = ranks(1).run(fsdp_jobs.compare, folder=folders("qwen2"), fault="weight")
     assert broken[0][1] > 1e-3 and broken[0][2] == "model.layers.0.mlp.up_proj.weight"  # the largest is first
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["decay of biases", "rate", "eps"])
-def test_parity_finds_a_wrong_optimizer_in_the_first_update_alone(
-    ranks: Callable[[int], Ranks], folders: Callable[[str], str], fault: str
+@pytest.mark.parametrize(
+    ("fault", "clip_grad"),
+    [
+        *(("decay of biases", 1.0), ("rate", 0.0), ("rate", 1e3), ("eps", 1.0), ("clip", 0.0), ("clip", 1e3)),
+        *(("update of a tensor", 1.0), ("update of a tensor", 1e3), ("beta1", 1.0), ("beta2", 1.0)),
+    ],
+)
+def test_parity_finds_a_wrong_optimizer_in_the_updates_alone(
+    ranks: Callable[[int], Ranks], folders: Callable[[str], str], fault: str, clip_grad: float
 ) -> None:
-    (broken,) = ranks(1).run(fsdp_jobs.compare, folder=folders("qwen2"), fault=fault)
-    assert {quantity for quantity, value, _ in broken if value > 1e-5} == {"first update"}
+    (broken,) = ranks(1).run(fsdp_jobs.compare, folder=folders("qwen2"), fault=fault, clip_grad=clip_grad)
+    updates = {"second update"} if "beta" in fault else {"first update", "second update"}
+    assert {quantity for quantity, value, _ in broken if value > 1e-5} == updates
+
+
+@pytest.mark.slow
+def test_parity_finds_nothing_in_a_new_model_whose_biases_are_0(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    config = Qwen2Config(
+        **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert not model.model.layers[0].self_attn.k_proj.bias.any()
+    model.save_pretrained(tmp_path)
+    (differences,) = ranks(1).run(fsdp_jobs.compare, folder=str(tmp_path))
+    assert max(value for _, value, _ in differences) < 1e-5, differences[:5]
 
 
 @pytest.mark.slow

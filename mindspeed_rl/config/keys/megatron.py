@@ -170,7 +170,7 @@ class _DataKeys:
 EngineName = Literal["megatron", "fsdp"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 #: whose layers are transformers' modules; the others have Megatron's layers and optimizer
-_BY_MODULE: frozenset[EngineName] = frozenset(("fsdp",))
+BY_MODULE: frozenset[EngineName] = frozenset(("fsdp",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -641,7 +641,7 @@ class MegatronConfig(
     @property
     def computes_by_module(self) -> bool:
         """True where the layers of the role come from transformers' module, and not from Megatron."""
-        return self.engine in _BY_MODULE
+        return self.engine in BY_MODULE
 
     @property
     def has_ring_attention(self) -> bool:

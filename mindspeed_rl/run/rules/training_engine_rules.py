@@ -6,7 +6,7 @@ listed by `explain` as without effect. `tests/unit/run/test_training_engines.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -236,9 +236,19 @@ def adapts_experts(targets: Iterable[str]) -> bool:
     return not {"linear_fc1", "linear_fc2"}.isdisjoint(targets)
 
 
-def list_common_values(engines: Iterable[str]) -> dict[str, Any]:
-    """Return the keys of a role that one of the engines limits, with values that each of them takes."""
-    return {name: limit.allowed[0] for engine in engines for name, limit in _LIMITS[engine].role_keys.items()}
+def list_common_values(engines: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a role that one of the engines limits, with values that each of them takes.
+
+    Raises:
+        ValueError: the engines have no value of a key in common.
+    """
+    common: dict[str, tuple[object, ...]] = {}
+    for engine in engines:
+        for name, limit in _LIMITS[engine].role_keys.items():
+            common[name] = tuple(value for value in common.get(name, limit.allowed) if value in limit.allowed)
+    if lacking := sorted(name for name, values in common.items() if not values):
+        raise ValueError(f"{lacking[0]}: no value of it is taken by each of the engines {', '.join(engines)}.")
+    return {name: values[0] for name, values in common.items()}
 
 
 def find_idle_reason(role: MegatronConfig, name: str) -> str:

@@ -47,6 +47,15 @@ def test_a_release_without_a_choice_is_left_alone_and_nothing_is_imported_for_it
     assert not hasattr(importlib.import_module(STRATEGIES), "get_async_strategy")
 
 
+def test_a_release_without_a_known_queue_is_named_with_what_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = importlib.import_module(megatron_async_saves._WRITER)
+    for name in megatron_async_saves._QUEUES:
+        monkeypatch.delattr(writer, name, raising=False)
+    words = "filesystem_async .* has neither _get_write_results_queue nor get_write_results_queue"
+    with pytest.raises(RuntimeError, match=words), megatron_async_saves.keep_results_in_process():
+        pass
+
+
 @pytest.mark.slow
 def test_a_save_that_its_process_runs_itself_starts_no_process_for_the_results() -> None:
     code = (
@@ -54,7 +63,7 @@ def test_a_save_that_its_process_runs_itself_starts_no_process_for_the_results()
         "from mindspeed_rl.adaptors import megatron_async_saves as adaptor\n"
         "writer = importlib.import_module(adaptor._WRITER)\n"
         "name = next(name for name in adaptor._QUEUES if hasattr(writer, name))\n"
-        "with adaptor.keeping_results():\n"
+        "with adaptor.keep_results_in_process():\n"
         "    getattr(writer, name)().put('written')\n"
         "    print(getattr(writer, name)().get_nowait(), len(multiprocessing.active_children()))\n"
         "getattr(writer, name)()\n"

@@ -10,7 +10,7 @@ from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.planner.devices import DEVICES, GIB
 from mindspeed_rl.planner.efficiency import NPU, Efficiency
-from mindspeed_rl.planner.fit import FitRequest, FitResult, fit
+from mindspeed_rl.planner.fit import FitRequest, FitResult, fit, fit_run
 from mindspeed_rl.planner.run_files import read_block
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 from mindspeed_rl.run.draft import draft
@@ -43,6 +43,24 @@ def test_a_search_moves_gradients_to_the_host_only_where_they_do_not_fit() -> No
     roomy = _find(100)
     assert roomy.memory.verdict == "fits" and "actor_config.offload_gradients" not in roomy.values
     assert roomy.time.total < found.time.total
+
+
+def test_a_search_tries_the_savers_that_keep_the_rules_where_the_leanest_one_breaks_one() -> None:
+    values = {
+        "actor_config.engine": "fsdp",
+        "actor_config.tensor_model_parallel_size": 1,
+        "actor_config.pipeline_model_parallel_size": 1,
+        "rl_config.actor_resource.num_npus": 1,
+        "rl_config.init_kl_coef": 0.0,
+        "generate_config.infer_tensor_parallel_size": 1,
+        "actor_config.optimizer_state_dtype": "bfloat16",  # excludes optimizer_offload_fraction
+    }
+    tree = apply_values(compose(*locate("grpo_qwen3_8b_A3", None), []), values)
+    run = draft(build_run_config(tree))
+    # weights, gradients and two moments of 4 + 4 + 2 + 2 bytes are 92 GiB
+    found = fit_run(tree, run, replace(DEVICES["A3"], memory=80 * GIB))[0]
+    assert found.memory.verdict == "fits"
+    assert found.values["actor_config.swap_optimizer"] is True and found.values["actor_config.offload_gradients"] is True
 
 
 def _plan(efficiency: Efficiency, **keys: object) -> TimePlan:

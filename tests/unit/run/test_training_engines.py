@@ -209,3 +209,18 @@ def test_no_module_asks_for_the_name_of_a_training_engine() -> None:
     assert asked.search('if config.engine == "fsdp":') and not asked.search('engine="fsdp"')
     read = (name for name in paths if not name.startswith(_OTHER_ENGINES))
     assert [name for name in read if asked.search(paths[name].read_text())] == []
+
+
+def test_the_common_value_of_a_key_is_one_that_each_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = rules._KeyLimit
+    limits = {
+        "first": rules._EngineLimits({"recompute_granularity": limit(("full", None), ""), "mtp_num_layers": limit((0,), "")}),
+        "second": rules._EngineLimits({"recompute_granularity": limit((None, "selective"), "")}),
+        "third": rules._EngineLimits({"recompute_granularity": limit(("selective",), "")}),
+    }
+    monkeypatch.setattr(rules, "_LIMITS", limits)
+    assert rules.list_common_values(["first", "second"]) == {"recompute_granularity": None, "mtp_num_layers": 0}
+    assert rules.list_common_values(["second", "first"]) == {"recompute_granularity": None, "mtp_num_layers": 0}
+    assert rules.list_common_values(["third", "second"]) == {"recompute_granularity": "selective"}
+    with pytest.raises(ValueError, match="recompute_granularity: no value of it is taken by each of the engines first, third"):
+        rules.list_common_values(["first", "third"])
