@@ -305,8 +305,7 @@ def read_any_model(hf_folder: str | Path, *, trusts_code: bool = False) -> tuple
     Raises:
         ValueError: no engine has it.
     """
-    (engine,) = _OTHER_FAMILIES
-    return read_model(hf_folder, engine, trusts_code=trusts_code)
+    return read_model(hf_folder, min(BY_MODULE), trusts_code=trusts_code)
 
 
 def _check_prediction(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:
