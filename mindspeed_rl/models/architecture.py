@@ -72,7 +72,7 @@ class Architecture:
         expert_names: names of router and experts in ``read_layer_ops``, where transformers stores experts fused.
         packs: rows may follow each other in one sequence in transformers' module; else they are padded there.
         module_obstacle: why transformers' module does not train under these names of weights; empty where it does.
-        kept_in_float32: a weight that transformers' module keeps in float32 in every format; empty for none.
+        kept_in_float32: what transformers' module keeps in float32 in every format, such as a weight; empty for nothing.
     """
 
     name: str

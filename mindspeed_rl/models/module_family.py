@@ -216,7 +216,8 @@ def _read_family(
         packs=config.model_type in _PACKED,
         tensors=tuple((name, found[name][1], _find_layer(found[name][0].parameter, layers)) for name in ordered),
         buffers=frozenset(name for name, (place, _) in found.items() if place.parameter in buffers),
-        kept_in_float32=next(iter(list_kept(model)), ""),
+        # Mamba's default: layers add to float32, which its head in bfloat16 does not take
+        kept_in_float32=next(iter(list_kept(model)), "the residual" if getattr(config, "residual_in_fp32", False) else ""),
         longest=_read_longest(config),
         recomputes=model.supports_gradient_checkpointing,
         embedding=stored_as[embedding],

@@ -155,6 +155,7 @@ def test_tensors_are_found_under_the_names_of_published_folders(
     ("name", "keys", "words"),
     [
         ("deepseek_v4", {"bf16": True}, r"bf16: true .* deepseek_v4 keeps some in float32, such as "),
+        ("mamba", {"bf16": True}, r"bf16: true .* mamba keeps some in float32, such as the residual; set bf16: false"),
         ("phi3", {"bf16": False, "seq_length": 65}, r"seq_length: 65 is above the 64 tokens"),
     ],
 )

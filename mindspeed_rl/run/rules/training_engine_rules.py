@@ -279,7 +279,7 @@ def check_model_form(config: MegatronConfig, architecture: ModelFamily, model_co
         raise ValueError(f"lora_target_modules cannot be used with engine: {config.engine}: {_STACKED}")
     if config.bf16 and architecture.kept_in_float32:
         raise ValueError(
-            f"bf16: true with engine: {config.engine} computes with every weight in bfloat16, and {architecture.name} keeps "
+            f"bf16: true with engine: {config.engine} computes with everything in bfloat16, and {architecture.name} keeps "
             f"some in float32, such as {architecture.kept_in_float32}; set bf16: false"
         )
 
