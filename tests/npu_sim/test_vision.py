@@ -43,4 +43,5 @@ def test_the_engine_of_the_npu_in_int8_has_the_tower_as_it_was(monkeypatch: pyte
     assert max(report["worst"].values()) < 2e-3, report["worst"]
     ends = ("mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj", "self_attn.qkv_proj")
     assert report["in_bytes"] == [f"{end}.weight" for end in ends]
-    assert len(set(report["proven"])) == 1 and report["damage"] == ["down_proj.weight", "down_proj.weight_scale"]
+    damage = [f"down_proj.{name}" for name in ("weight", "weight_scale", "weight_scale_fp32")]
+    assert len(set(report["proven"])) == 1 and report["damage"] == damage
