@@ -154,6 +154,7 @@ def _build_trained(config: PretrainedConfig) -> PreTrainedModel:
     """
     import torch
 
+    # imports transformers' models, which a plan of a known family does without; so do those below
     from mindspeed_rl.models.hf_module import build_module, find_obstacle
 
     with torch.device("meta"):
@@ -177,6 +178,7 @@ def _match_names(
     """
     from transformers.core_model_loading import revert_weight_conversion
 
+    # deferred as in `_build_trained`
     from mindspeed_rl.models.hf_module import CheckpointNames, find_place
 
     names, missing = CheckpointNames(model, buffers=True), set[str]()
@@ -192,6 +194,7 @@ def _read_family(
     config: PretrainedConfig, model: PreTrainedModel, stored: list[str], classes: tuple[str, ...]
 ) -> tuple[ModuleArchitecture, ModelConfig]:
     """Return family and shape of a module; see `read_module_family` and `_match_names`."""
+    # deferred as in `_build_trained`
     from mindspeed_rl.models.hf_module import list_kept, list_layers
 
     layers = {f"{name}.": index for index, name in enumerate(list_layers(model))}
