@@ -249,8 +249,8 @@ class VllmAscendHooks(EngineHooks):
         own = _build_additional_config(config, self._release or _installed_release())
         additional: dict[str, Any] = dict(config.additional_config or {}) | own
         if config.quantization == "int8":
-            key, settings = next(iter(vllm_ascend_quantized.FUSION.items()))
-            additional[key] = dict(additional.get(key) or {}) | settings
+            for key, settings in vllm_ascend_quantized.FUSION.items():
+                additional[key] = dict(additional.get(key) or {}) | settings
         if config.expert_map_path is not None:
             read_expert_map(Path(config.expert_map_path))
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}

@@ -4,9 +4,9 @@
 |---|---|---|
 | experts without NZ | ACL_FORMAT_FRACTAL_NZ of vllm_ascend.quantization.methods.w8a8_dynamic | int8 experts are cast to \
 FRACTAL_NZ at load, whatever `weight_nz_mode` says, for the one kernel that reads nothing else \
-(`grouped_matmul_swiglu_quant`). A slice of a matrix is no strided view there, so no sync could write it. The name gets the \
-number of the plain format, and the kernel is switched off (`FUSION`): products, activation and quantization are then \
-operators that take both formats |
+(`grouped_matmul_swiglu_quant`). In NZ a slice of a matrix is not a strided view, so no sync could write it. The symbol is set \
+to the number of the plain format (ND), and the kernel is switched off (`FUSION`): products, activation and quantization are \
+then operators that take both formats |
 
 Layouts: as loaded, a matrix is [rows, columns] with scales [rows, 1], in MXFP8 [rows, columns / 32]; experts are stacks.
 
@@ -30,10 +30,7 @@ Not verified on NPU hardware.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -41,10 +38,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed_rl.adaptors import npu_devices
+
 #: settings of vllm-ascend with which experts are computed in the plain format
 FUSION = {"ascend_fusion_config": {"fusion_ops_gmmswigluquant": False}}
-#: value of `generate_config.quantization` -> vllm-ascend's name of the format, the first torch_npu number of a device with it
-_SCHEMES = {"int8": ("W8A8_DYNAMIC", 0), "mxfp8": ("W8A8_MXFP8", 260)}
+#: value of `generate_config.quantization` -> vllm-ascend's name of the format
+_SCHEMES = {"int8": "W8A8_DYNAMIC", "mxfp8": "W8A8_MXFP8"}
 _METHODS = "vllm_ascend.quantization.methods.w8a8_dynamic"
 _CAST = "ACL_FORMAT_FRACTAL_NZ"
 _PLAIN = 2
@@ -53,9 +52,6 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 #: types of MXFP8 elements: of the kernels, and while they are loaded
 BLOCK_TYPES = (torch.float8_e4m3fn, torch.uint8)
 _BLOCK = 32
-_PRINT_DEVICE = "import torch, torch_npu; print(torch_npu.npu.get_soc_version())"
-#: longest wait for the libraries of a device
-_DEVICE_S = 300
 
 
 def keep_plain_format() -> None:
@@ -84,62 +80,20 @@ def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, An
     if quantization not in _SCHEMES:
         formats = " and ".join(_SCHEMES)
         raise ValueError(f"generate_config.quantization ({quantization}) is not available in this engine; {formats} are")
-    scheme, _ = _SCHEMES[quantization]
-    check_device(quantization, _read_device)
+    scheme = _SCHEMES[quantization]
+    npu_devices.check_quantization(quantization, npu_devices.read_soc_number)
     # releases up to 0.18 look the head up also where it is the embedding, which has no weights of its own
     kinds = {"lm_head.weight": "FLOAT"}
     for name, is_quantized in names.items():
         kind = scheme if is_quantized else "FLOAT"
         if (expert := _EXPERT.fullmatch(name)) is not None:
-            # all experts of a layer are one module, which is looked up by its own name or by those of the first expert
+            # vllm-ascend looks the experts of a layer up by their module's name or by those of the first expert
             kinds[f"{expert[1]}.weight"] = kind
             if expert[2] != "0":
                 continue
         if name.endswith(".weight"):
             kinds[name] = kind
     return {"quant_method": "ascend", **kinds}
-
-
-def check_device(quantization: str, read_number: Callable[[], int]) -> None:
-    """Check that the device has a format.
-
-    Args:
-        quantization: `generate_config.quantization`.
-        read_number: returns torch_npu's number of the device; asked for formats that not all devices have.
-
-    Raises:
-        ValueError: it does not.
-    """
-    _, first = _SCHEMES.get(quantization, ("", 0))
-    if first and (number := read_number()) < first:
-        raise ValueError(
-            f"generate_config.quantization ({quantization}) is not available on this device (number {number} of torch_npu): an "
-            f"Ascend 950 (number {first}) has the operators, A2 and A3 have no 8-bit floats; set int8"
-        )
-
-
-def _read_device() -> int:
-    """Return torch_npu's number of the device; 0 where there is none."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return 0
-    return importlib.import_module("torch_npu").npu.get_soc_version()
-
-
-def read_device_apart() -> int:
-    """Return the same by a process of its own: the number is known once a device is in use, which the driver leaves alone.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    try:
-        done = subprocess.run([sys.executable, "-c", _PRINT_DEVICE], capture_output=True, text=True, timeout=_DEVICE_S)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"platform: torch_npu did not say within {_DEVICE_S} seconds which NPU this is") from None
-    lines = done.stdout.split()
-    if done.returncode or not lines or not lines[-1].isdecimal():
-        reason = (done.stderr.strip().splitlines() or ["no number"])[-1]
-        raise ValueError(f"platform: torch_npu does not say which NPU this is: {reason}")
-    return int(lines[-1])
 
 
 def before_load(model: nn.Module) -> None:
@@ -217,20 +171,20 @@ def list_unpacks(model: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Ten
 
 
 def _list_layers(model: nn.Module, kind: torch.dtype) -> list[tuple[str, Any]]:
-    """Return the linear layers whose elements have a type now, and which have scales, by name."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if "weight_scale" in module._parameters and _has_type(module._parameters.get("weight"), kind)
-    ]
+    """Return the quantized linear layers whose elements have a type now, by name."""
+    return _list_modules(model, "weight", kind)
 
 
 def _list_experts(model: nn.Module, kind: torch.dtype) -> list[tuple[str, Any]]:
-    """Return the modules of experts whose elements have a type now, and which have scales, by name."""
+    """Return the modules of quantized experts whose elements have a type now, by name."""
+    return _list_modules(model, _EXPERTS[0], kind)
+
+
+def _list_modules(model: nn.Module, weight: str, kind: torch.dtype) -> list[tuple[str, Any]]:
     return [
         (name, module)
         for name, module in model.named_modules()
-        if "w13_weight_scale" in module._parameters and _has_type(module._parameters.get("w13_weight"), kind)
+        if f"{weight}_scale" in module._parameters and _has_type(module._parameters.get(weight), kind)
     ]
 
 

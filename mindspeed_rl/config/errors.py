@@ -96,7 +96,7 @@ _MIN_BEGINNING = 4
 def suggest_name(name: object, known: Iterable[str]) -> str | None:
     """Return the only known name that begins with `name`, else the one most like it, or None when nothing is close."""
     names = list(known)
-    completions = [known_name for known_name in names if len(str(name)) >= _MIN_BEGINNING and known_name.startswith(str(name))]
+    completions = [other for other in names if len(str(name)) >= _MIN_BEGINNING and other.startswith(str(name))]
     if len(completions) == 1:
         return completions[0]
     return registry.find_similar(name, names, cutoff=0.5)  # keys are long, so that half a key is a hint

@@ -65,7 +65,7 @@ class EngineResult:
     Attributes:
         log_probs: log-probs of the predicted tokens, row by row.
         weights: those before the first step, by HF name.
-        gradients: those of the first step before they are clipped, by HF name.
+        gradients: gradients of the first step before clipping, by HF name.
         updates: what each step adds to the weights, by HF name.
     """
 
@@ -154,7 +154,7 @@ def compare_engines(cfg: RunConfig, engines: Sequence[EngineName], num_rows: int
 
 
 def _build_config(actor: MegatronConfig, engines: Sequence[EngineName]) -> MegatronConfig:
-    """Return the keys of the comparison: those of the actor, but for what is not a part of it."""
+    """Return the actor's keys for the comparison, with `_KEYS`, the rate and the engines' limits set."""
     step: dict[str, Any] = {"lr": _LR, "min_lr": 0.0}
     if actor.lr:  # tower and projector keep their part of the rate
         rates = {name: getattr(actor, name) for name in ("vit_lr", "aligner_lr")}
@@ -166,7 +166,7 @@ def _scale_step(probe: EngineResult) -> dict[str, Any]:
     """Return the keys of a step that clips the gradients of a result, and whose largest elements move by half the rate."""
     largest = max((float(gradient.abs().max()) for gradient in probe.gradients.values()), default=0.0)
     if not largest:
-        raise ValueError("no gradient is above 0: nothing of the model trains, and there is no update to compare.")
+        raise ValueError("all gradients are 0: no weight of the model trains, so there is no update to compare.")
     return {"clip_grad": _CLIPPED * probe.grad_norm, "adam_eps": _CLIPPED * largest}
 
 

@@ -221,7 +221,7 @@ class Recipe(SourcePlan):
             a key whose name another group has too has the group in front.
         unread: options of the table that this program does not read.
         defaults: dotted key, value and reason of what no option sets; a key that an option has set stays.
-        engine_folder: folder that the rollout engine reads; None for that of the model.
+        engine_folder: folder that the rollout engine loads; None: the model's folder.
     """
 
     placement: Placement | None = None

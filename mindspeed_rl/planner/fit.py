@@ -55,7 +55,7 @@ _SHARD_SAVERS: tuple[dict[str, object], ...] = ({"actor_config.swap_optimizer": 
 
 @dataclass(frozen=True)
 class _EngineSavers:
-    """What saves memory with a training engine, as entries of which a layout gets one; the last one leaves the fewest bytes.
+    """Settings that save memory with a training engine; a layout gets one of them, and the last one saves most.
 
     Attributes:
         exact: without rounding.

@@ -459,7 +459,8 @@ class _Passes:
             splits = gathers or model.holding.is_sharded
             sent = (model.full_gradients(stage) + (model.weights(stage) if gathers else 0) for stage in model.elements)
             gradients = (1 if splits else 2) * max(sent) / self._bytes_per_second(model.devices)
-        # gradients on the host are reduced, and copied there, in every micro-batch; those of the device's moments come back
+        # offloaded gradients are reduced and copied to the host in every micro-batch; where the moments are on the device, they
+        # are copied back once
         times = run.micro_batches if model.config.offload_gradients else 1
         back = 1 - model.config.optimizer_offload_fraction
         copied = (times + back) * max(map(model.host_gradients, model.elements)) / (run.device.host * self._efficiency.host)

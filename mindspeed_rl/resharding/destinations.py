@@ -109,11 +109,12 @@ class Destinations:
         by_parameter: dict[str, list[_Entry]] = {}
         for entry in (*self.entries, *self.scattered):
             by_parameter.setdefault(entry.parameter, []).append(entry)
+        without_views = {*self.loaded, *laid_out_anew}
         for name, entries in by_parameter.items():
             parameter = parameters[name]
             if sum(num_elements(entry.tensor_slice) for entry in entries) == parameter.numel():
                 yield from [parameter] if _is_dense(parameter) else ()
-            elif name not in {*self.loaded, *laid_out_anew} and all(entry.plane is None for entry in entries):
+            elif name not in without_views and all(entry.plane is None for entry in entries):
                 yield from (view for entry in entries if _is_dense(view := entry.view(parameter)) and _shares(view, parameter))
 
     def list_shares(

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from mindspeed_rl.adaptors.vllm_ascend_quantized import check_device, read_device_apart
+from mindspeed_rl.adaptors import npu_devices
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.redaction import hide_in_text
@@ -65,7 +65,7 @@ def _check_quantization(run: Run) -> None:
     if generate is None or run.config.is_supervised or run.num_nodes > 1 or os.environ.get("RAY_ADDRESS"):
         return
     if run.platform == "npu" and generate.quantization is not None:
-        check_device(generate.quantization, read_device_apart)
+        npu_devices.check_quantization(generate.quantization, npu_devices.read_soc_number_in_subprocess)
 
 
 def _check_cache(run: Run) -> None:

@@ -128,6 +128,31 @@ def test_a_random_elastic_run_trains_on_what_its_engines_sampled(task: Path, tmp
         raise AssertionError(f"RANDOM_MODES_SEED={_SEED + number} ({', '.join(names)}): {error}") from error
 
 
+def train_random(
+    kind: str, number: int, config: Sequence[str], base: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Train a model of images in `folder`, with keys that are drawn by the kind and the number, and check its records.
+
+    Args:
+        config: the option of the run file, and its name.
+        base: keys of the run, with `run_dir=random_<number>`.
+    """
+    monkeypatch.chdir(folder)
+    with monkeypatch.context() as within:
+        within.setenv(VISION_VARIABLE, "1")
+        within.syspath_prepend(str(folder))
+        names, keys = draw(f"{kind} {_SEED + number}", _SEEING, config[1], base)
+    try:
+        command("train", *config, *base, *keys, folder=folder)
+        records = metrics(folder / f"random_{number}")
+        assert len(records) == 2
+        for record in records:
+            check_difference(record, names)
+        check_losses(folder / f"random_{number}", records)
+    except AssertionError as error:
+        raise AssertionError(f"RANDOM_MODES_SEED={_SEED + number} ({', '.join(names)}): {error}") from error
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_a_random_run_with_videos_trains_on_what_its_engine_sampled(
     videos: Path,  # noqa: F811  (the fixture)
@@ -136,20 +161,7 @@ def test_a_random_run_with_videos_trains_on_what_its_engine_sampled(
 ) -> None:
     family = ("qwen3", "qwen2.5")[(_SEED + number) % 2]
     base = [*GRPO[2:], *model(family), f"run_dir=random_{number}", _SAVED]
-    monkeypatch.chdir(videos)
-    with monkeypatch.context() as within:
-        within.setenv(VISION_VARIABLE, "1")
-        within.syspath_prepend(str(videos))
-        names, keys = draw(f"videos {_SEED + number}", _SEEING, GRPO[1], base)
-    try:
-        command("train", *GRPO[:2], *base, *keys, folder=videos)
-        records = metrics(videos / f"random_{number}")
-        assert len(records) == 2
-        for record in records:
-            check_difference(record, names)
-        check_losses(videos / f"random_{number}", records)
-    except AssertionError as error:
-        raise AssertionError(f"RANDOM_MODES_SEED={_SEED + number} ({', '.join(names)}): {error}") from error
+    train_random("videos", number, GRPO[:2], base, videos, monkeypatch)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -164,17 +176,4 @@ def test_a_random_run_without_the_tower_trains_on_what_its_engine_sampled(
         "actor_config.tensor_model_parallel_size=1", "rl_config.actor_resource.num_npus=1", "actor_config.save=null",
         "actor_config.save_hf=false", "rl_config.log_completions=false",
     ]  # fmt: skip
-    monkeypatch.chdir(texts)
-    with monkeypatch.context() as within:
-        within.setenv(VISION_VARIABLE, "1")
-        within.syspath_prepend(str(texts))
-        names, keys = draw(f"text {_SEED + number}", _SEEING, PICTURES[1], base)
-    try:
-        command("train", *PICTURES[:2], *base, *keys, folder=texts)
-        records = metrics(texts / f"random_{number}")
-        assert len(records) == 2
-        for record in records:
-            check_difference(record, names)
-        check_losses(texts / f"random_{number}", records)
-    except AssertionError as error:
-        raise AssertionError(f"RANDOM_MODES_SEED={_SEED + number} ({', '.join(names)}): {error}") from error
+    train_random("text", number, PICTURES[:2], base, texts, monkeypatch)

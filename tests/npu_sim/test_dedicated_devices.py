@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from grpo_command import Command, finished, running
+from grpo_command import finished, running
 from measured_figures import select_computed
 from test_distillation_run import keys as distillation
 from test_elastic_training import keys as moving
@@ -35,11 +36,13 @@ pytestmark = [
 ]
 
 
-def same_figures(result: Command, expected: Command) -> list[dict[str, Any]]:
-    """Figures of both runs are equal up to sums in another order; returns those of the first."""
-    figures = [select_computed(record) for record in result.metrics]
-    assert len(figures) == len(expected.metrics) == 2
-    for ours, theirs in zip(figures, expected.metrics, strict=True):
+def train_on_other_devices(task: Path, folder: Path, keys: Sequence[str], dedicated: Sequence[str]) -> list[dict[str, Any]]:
+    """Figures of a run with the keys `dedicated`, which are those of the run without them up to sums in another order."""
+    shared = finished(task, folder / "shared", *keys, timeout_s=LIMIT_S)
+    run = finished(task, folder / "dedicated", *keys, *dedicated, timeout_s=LIMIT_S)
+    figures = [select_computed(record) for record in run.metrics]
+    assert len(figures) == len(shared.metrics) == 2
+    for ours, theirs in zip(figures, shared.metrics, strict=True):
         for name, value in select_computed(theirs).items():
             assert ours[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
     return figures
@@ -63,14 +66,12 @@ def test_critic_and_reward_model_on_their_own_devices_have_the_figures_of_shared
         "rl_config.reward_model_weight=0.25",
         "actor_config.save=null",
     ]
-    shared = finished(task, tmp_path / "shared", *keys, timeout_s=LIMIT_S)
     dedicated = [
         "rl_config.use_integrated_worker=false",
         "rl_config.critic_resource.num_npus=1",
         "rl_config.reward_resource.num_npus=1",
     ]
-    run = finished(task, tmp_path / "dedicated", *keys, *dedicated, timeout_s=LIMIT_S)
-    for record in same_figures(run, shared):
+    for record in train_on_other_devices(task, tmp_path, keys, dedicated):
         assert record["critic/vf_loss"] > 0 and record["reward_model_rewards/std"] > 0
 
 
@@ -90,7 +91,6 @@ def test_teachers_and_a_judge_on_their_own_devices_have_the_figures_of_shared_on
         "+rl_config.judge_max_tokens=12",
         "+rl_config.judge_weight=0.01",
     ]
-    shared = finished(task, tmp_path / "shared", *keys, timeout_s=LIMIT_S)
     dedicated = [
         "+rl_config.teacher_resource.num_npus=2",
         "+teacher_config.tensor_model_parallel_size=2",
@@ -98,8 +98,7 @@ def test_teachers_and_a_judge_on_their_own_devices_have_the_figures_of_shared_on
         "+rl_config.judge_resource.num_npus=2",
         "+rl_config.judge_tensor_parallel_size=2",
     ]
-    run = finished(task, tmp_path / "dedicated", *keys, *dedicated, timeout_s=LIMIT_S)
-    for record in same_figures(run, shared):
+    for record in train_on_other_devices(task, tmp_path, keys, dedicated):
         assert record["distillation/divergence"] > 0.001 and record["judge/requests"] > 0
 
 

@@ -292,10 +292,11 @@ class Handler(ABC):
             )
         if where:
             raise MalformedRowError(f"has images, which {type(self).__name__} does not read; {_IMAGE_READERS}")
-        # about what the model does not see; parts of messages are refused where they are read
-        is_unseen = self.settings.is_text_only and not self.text_stands_alone and isinstance(row, Mapping)
+        if not self.settings.is_text_only or self.text_stands_alone or not isinstance(row, Mapping):
+            return
+        # a conversation about what the model does not see; parts of messages are refused where they are read
         read = [name for name in self.map.values() if isinstance(name, str)]
-        if is_unseen and (column := find_media_column(row, but=(*read, *self.settings.dataset_additional_keys))):
+        if column := find_media_column(row, but=(*read, *self.settings.dataset_additional_keys)):
             raise MalformedRowError(
                 f"has images or videos (column {column}), which a model of text does not see; leave such rows out"
                 " (on_bad_row: skip), or name the column in dataset_additional_keys if the text does not need it"

@@ -49,8 +49,8 @@ _INNER = "model."
 _SHARD = "shard"
 #: tokens of a check of the class, and the difference of log-probs that another order of sums in bfloat16 may make
 _CHECKED_TOKENS, _HEAD_BOUND = 8, 0.1
-#: difference that a later token may make: two passes of one class and shape have equal bits up to rounding in float32. Only
-#: experts compute tokens in other groups where another token goes elsewhere, in bfloat16 with rounding as that of the head
+#: largest difference of earlier log-probs when the last token changes. Two passes of one shape have equal bits up to rounding
+#: in float32. With experts, that token may go to another one and change the batch sizes, and bfloat16 rounds as in the head
 _LEAK_BOUND, _EXPERTS = 1e-4, ".experts."
 
 
