@@ -236,9 +236,7 @@ class ShardedModel:
         place = self.places[name]
         owner = self.names.get(place.parameter, self.buffers.get(place.parameter))
         assert owner is not None
-        if place.index is None:
-            return tuple(owner.shape)
-        return ((owner.shape[1] if place.stop is None else place.stop) - place.start, *owner.shape[2:])
+        return place.shape(tuple(owner.shape))
 
     def divide(self, name: str, num_ranks: int) -> list[tuple[int, int]]:
         """Return the first and last row of an HF tensor that each rank has; 0 and 0 for none."""
@@ -275,7 +273,7 @@ class ShardedModel:
             return local, start
         if not start <= place.index < start + len(local):
             return local.new_empty(0, *self.shape(name)[1:]), 0
-        return local[place.index - start][place.start : place.stop], 0
+        return place.select(local[place.index - start]), 0
 
     def list_matrices(self) -> set[str]:
         """Return the names of the parameters of adapters."""
@@ -296,8 +294,7 @@ class ShardedModel:
         gradients = {name: full[place.parameter] for name, place in self.places.items() if place.parameter in full}
         places = ((name, gradient, self.places[name]) for name, gradient in gradients.items())
         read = {
-            name: (gradient if place.index is None else gradient[place.index][place.start : place.stop]).clone()
-            for name, gradient, place in places
+            name: place.find(gradient).clone(memory_format=torch.contiguous_format) for name, gradient, place in places
         }
         return read | {name: full[name].clone() for name in self.list_matrices() & full.keys()}
 
