@@ -104,6 +104,7 @@ _THAWED = {"freeze_vit": False, "freeze_aligner": False}
 #: model, module with its rows, keys of both, ranks and layout of Megatron, ranks of the other engine
 _AVERAGED: list[tuple[str, str, dict[str, Any], tuple[int, dict[str, Any]], int]] = [
     ("qwen3_moe", "training_jobs", {"bf16": True}, (2, _EP), 3),
+    ("gpt_oss", "training_jobs", {}, (1, {}), 2),
     ("images qwen2.5", "vision_jobs", {}, (2, _TP), 2),
     ("images qwen3", "vision_jobs", _THAWED, (2, _PP), 2),
     ("images qwen3_moe", "vision_jobs", _THAWED, (1, {}), 2),

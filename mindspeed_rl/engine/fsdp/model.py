@@ -380,6 +380,7 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
             adaptation = adapt_module(model, plan, settings, places, config.adapted_parts)
     if adaptation is None:
         choose_trained(model.named_parameters(), config.trained_tower_parts)
+        _freeze_indexers(module, plan, places)
     cast_parameters(module, compute)
     for parameter in module.parameters():  # those that the class or adapters freeze stay so
         parameter.requires_grad_(trains and parameter.requires_grad)
@@ -404,6 +405,14 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     adapters = ShardedAdapters(plan, adaptation, ordered)
     adapters.init(config.seed)
     return ShardedModel(plan, module, ordered, buffers, places, shards, adaptation.pairs, adapters)
+
+
+def _freeze_indexers(module: PolicyModule | ValueModule, plan: ModelPlan, places: Mapping[str, TensorPlace]) -> None:
+    """Freeze what chooses the tokens of sparse attention, as on Megatron's engine: no loss of the model reaches it."""
+    parameters, _ = _list_values(module)
+    for op in plan.architecture.weight_ops(plan.model_config):
+        for name in op.hf if ".indexer." in op.mcore else ():
+            parameters[places[name].parameter].requires_grad_(False)
 
 
 def _build_mesh(device_type: str, shards: int | None) -> DeviceMesh:
