@@ -119,7 +119,7 @@ class _ShardedState(_OpenedState):
         place, chunks = self._find(state, name)
         if place.index is None:
             return _read_rows(chunks, *(rows or (0, _count_rows(chunks))))
-        tensor = _read_rows(chunks, place.index, place.index + 1)[0][place.start : place.stop]
+        tensor = place.select(_read_rows(chunks, place.index, place.index + 1)[0])
         return tensor if rows is None else tensor[slice(*rows)]
 
     def find_shape(self, state: str, name: str) -> tuple[int, ...]:
@@ -129,10 +129,7 @@ class _ShardedState(_OpenedState):
             ValueError: the checkpoint does not have it.
         """
         place, chunks = self._find(state, name)
-        inner = chunks[0].sizes[1:]
-        if place.index is None:
-            return _count_rows(chunks), *inner
-        return len(range(inner[0])[place.start : place.stop]), *inner[1:]
+        return place.shape((_count_rows(chunks), *chunks[0].sizes[1:]))
 
     def _find(self, state: str, name: str) -> tuple[TensorPlace, list[Chunk]]:
         place = self._places.get(name)

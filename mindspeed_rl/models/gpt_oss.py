@@ -110,5 +110,4 @@ GPT_OSS = Architecture(
     read_model_config=_read_model_config,
     read_layer_ops=_layer_ops,
     expert_names=ExpertNames(stacked=True),
-    module_obstacle="transformers keeps its experts transposed, gate and up in turns, in one tensor",
 )

@@ -225,6 +225,10 @@ class CheckpointNames:
             return f"{found[0]}{_AS_FLOATS}", found[1]
         return found if found[0] in self._parameters else None
 
+    def find_module(self, name: str) -> nn.Module:
+        """Return a part of the model by its name in parameters."""
+        return self._model.get_submodule(name)
+
     def list_sources(self, pattern: str | None) -> list[str]:
         """Return the patterns of the tensors that a conversion joins into rows, in their order; none without one.
 
@@ -314,20 +318,38 @@ class TensorPlace:
     Attributes:
         parameter: name of the parameter or buffer.
         index: index along its first dimension, where it stacks the tensors of several experts; None where it does not.
-        start, stop: rows of the tensor there; all of them for (0, None).
+        start, stop, step: rows of the tensor there; all of them for (0, None, 1).
+        transposed: the rows of the tensor are columns there.
     """
 
     parameter: str
     index: int | None = None
     start: int = 0
     stop: int | None = None
+    step: int = 1
+    transposed: bool = False
+
+    def select(self, element: Tensor) -> Tensor:
+        """Return the tensor as a view of the element of the stack that has it."""
+        return (element.t() if self.transposed else element)[self.start : self.stop : self.step]
+
+    def find(self, parameter: Tensor) -> Tensor:
+        """Return the tensor as a view of the full parameter."""
+        return parameter if self.index is None else self.select(parameter[self.index])
+
+    def shape(self, stack: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor from that of the parameter."""
+        if self.index is None:
+            return stack
+        size = stack[:0:-1] if self.transposed else stack[1:]
+        return len(range(size[0])[self.start : self.stop : self.step]), *size[1:]
 
 
 def find_place(names: CheckpointNames, name: str, values: Mapping[str, Tensor]) -> tuple[TensorPlace, tuple[int, ...]] | None:
     """Return the place of a tensor in the module, and its shape; None where the module does not take it."""
     found = names.find(name)
     if found is None:
-        return _find_in_stack(name, values)
+        return _find_in_stack(names, name, values)
     target, pattern = found
     shape = tuple(values[target].shape)
     if pattern is None:
@@ -335,25 +357,33 @@ def find_place(names: CheckpointNames, name: str, values: Mapping[str, Tensor]) 
     sources, expert = names.list_sources(pattern), re.search(r"\.(\d+)\.(?=\w+\.weight$)", name)
     assert expert is not None  # the conversion has a place for it
     rows, first = shape[1] // len(sources), sources.index(pattern)
-    return TensorPlace(target, int(expert[1]), first * rows, (first + 1) * rows), (rows, *shape[2:])
+    place = TensorPlace(target, int(expert[1]), first * rows, (first + 1) * rows)
+    return place, place.shape(shape)
 
 
-#: projection of an expert -> the stack of a layer's experts that has its rows, which of its equal parts, and their number
+#: projection of an expert -> the stack of a layer's experts that has its rows, which of its parts, and their number
 _STACKS = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2), "down_proj": ("down_proj", 0, 1)}
 
 
-def _find_in_stack(name: str, values: Mapping[str, Tensor]) -> tuple[TensorPlace, tuple[int, ...]] | None:
-    """Return the place of an expert's matrix in a stack, of a class whose published files have stacks; None without one."""
-    parts = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name)
+def _find_in_stack(
+    names: CheckpointNames, name: str, values: Mapping[str, Tensor]
+) -> tuple[TensorPlace, tuple[int, ...]] | None:
+    """Return the place of an expert's matrix or bias in a stack of a class, whose published files have stacks; None without."""
+    parts = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.(weight|bias)", name)
     if parts is None or parts[3] not in _STACKS:
         return None
     stack, part, count = _STACKS[parts[3]]
-    target = f"{parts[1]}.{stack}"
+    target = f"{parts[1]}.{stack}" + ("_bias" if parts[4] == "bias" else "")
     if target not in values:
         return None
-    _, size, width = values[target].shape
-    rows = size // count
-    return TensorPlace(target, int(parts[2]), part * rows, (part + 1) * rows), (rows, width)
+    # as `use_experts_implementation` of transformers marks the class
+    experts, shape = names.find_module(parts[1]), tuple(values[target].shape)
+    transposed = getattr(experts, "is_transposed", False) and len(shape) == 3
+    rows = shape[2 if transposed else 1] // count
+    place = TensorPlace(target, int(parts[2]), part * rows, (part + 1) * rows, transposed=transposed)
+    if not getattr(experts, "is_concatenated", True):
+        place = TensorPlace(target, int(parts[2]), part, step=count, transposed=transposed)
+    return place, place.shape(shape)
 
 
 class LoadableModule(nn.Module):

@@ -116,7 +116,8 @@ class WindowedAttention(nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
-        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {"softmax_offset": 0}, sharded_offsets)
+        state = self.state_dict(keep_vars=True)  # the optimizer finds its parameters by identity
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def forward(
         self,
@@ -253,7 +254,7 @@ class HeadsNorm(RMSNorm):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
-        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {"weight": 0}, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets)
 
 
 class NormalizedAttention(nn.Module):

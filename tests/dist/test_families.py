@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoint_jobs
+import numpy as np
 import pytest
 import replay_jobs
 import tiny_families
@@ -79,6 +81,27 @@ def test_every_layout_trains_as_one_process_does(
     keys = LAYOUTS[layout] | tiny_families.KEYS.get(name, {})
     reports = ranks(2).run(jobs.train, setting=Setting(str(folders[name]), keys), timeout_s=240)
     assert_same_training(reports, single_process(name), tolerance=2e-5)
+
+
+_SAVED = {"one process": (1, {}), "TP2 SP bf16": (2, SP | {"bf16": True, "use_distributed_optimizer": True})}
+
+
+@pytest.mark.parametrize("layout", _SAVED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "gpt_oss" else pytest.mark.slow) for name in _FAMILIES]
+)
+def test_a_checkpoint_resumes_to_the_bit(
+    ranks: Callable[[int], Ranks], folders: dict[str, Path], tmp_path: Path, name: str, layout: str
+) -> None:
+    size, keys = _SAVED[layout]
+    setting, group = Setting(str(folders[name]), keys | (tiny_families.KEYS.get(name, {}) if size > 1 else {})), ranks(size)
+    saved = group.run(checkpoint_jobs.save_then_train, setting=setting, folder=str(tmp_path), timeout_s=240)
+    resumed = group.run(checkpoint_jobs.load_then_train, setting=setting, folder=str(tmp_path), timeout_s=240)
+    assert losses(resumed) == losses(saved)
+    for ours, expected in zip(resumed, saved):
+        assert ours["grad_norm"] == expected["grad_norm"]
+    for tensor, weight in saved[0]["weights"].items():
+        assert np.array_equal(resumed[0]["weights"][tensor], weight), tensor
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ranks import Ranks
 from training_jobs import Setting
 
 #: families whose experts transformers keeps as checkpoints do
-_FAMILIES = tuple(name for name in tiny_families.EXPERTS if name != "gpt_oss")
+_FAMILIES = tiny_families.EXPERTS
 _AUX = {"moe_aux_loss_coeff": 0.1, "moe_router_bias_update_rate": 0.01}
 _SEQUENCE = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 0.05}
 _BIAS = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.01}

@@ -14,7 +14,7 @@ from ranks import Ranks
 from training_jobs import Setting
 
 #: families whose experts transformers keeps as checkpoints do
-_FAMILIES = tuple(name for name in tiny_families.EXPERTS if name != "gpt_oss")
+_FAMILIES = tiny_families.EXPERTS
 #: balancing counts the given experts, and its losses read the routers' own scores
 _KEYS = {
     **{"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss"},

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 _DENSE = [("qwen3", 1, 1), ("qwen3", 2, 2), ("qwen2", 2, 1), ("phi3", 2, 1)]
-_EXPERTS = [("qwen3_moe", 2, 1), ("deepseek_v3", 2, 2), ("glm4_moe", 1, 1)]
+_EXPERTS = [("qwen3_moe", 2, 1), ("deepseek_v3", 2, 2), ("glm4_moe", 1, 1), ("gpt_oss", 2, 1)]
 
 
 @pytest.mark.parametrize(("name", "size", "infer_tp"), [*_DENSE, *_EXPERTS])

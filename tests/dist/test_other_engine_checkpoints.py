@@ -18,6 +18,7 @@ import tiny_vision
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
+from test_fsdp import FAMILIES
 from training_jobs import Setting
 
 _UNBALANCED = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
@@ -67,7 +68,10 @@ _CASES: list[tuple[str, dict[str, Any], tuple[int, dict[str, Any]], tuple[int, d
     ("qwen3_next", {}, (2, _TP | {"sequence_parallel": True}), (2, {})),
     ("gemma3", {"use_distributed_optimizer": True}, (2, {}), (2, {"context_parallel_size": 2})),
     ("qwen3_moe", {"bf16": True, "optimizer_offload_fraction": 0.5}, (1, {}), (2, {})),
+    ("gpt_oss", {"bf16": True}, (1, {}), (2, {})),
 ]
+_NAMED = {name for name, *_ in _CASES}
+_CASES += [(name, {}, (1, {}), (2, {})) for name in FAMILIES if name not in _NAMED]
 _MARKED = [pytest.param(*case, marks=() if index == 0 else pytest.mark.slow) for index, case in enumerate(_CASES)]
 
 
@@ -100,6 +104,7 @@ _THAWED = {"freeze_vit": False, "freeze_aligner": False}
 #: model, module with its rows, keys of both, ranks and layout of Megatron, ranks of the other engine
 _AVERAGED: list[tuple[str, str, dict[str, Any], tuple[int, dict[str, Any]], int]] = [
     ("qwen3_moe", "training_jobs", {"bf16": True}, (2, _EP), 3),
+    ("gpt_oss", "training_jobs", {}, (1, {}), 2),
     ("images qwen2.5", "vision_jobs", {}, (2, _TP), 2),
     ("images qwen3", "vision_jobs", _THAWED, (2, _PP), 2),
     ("images qwen3_moe", "vision_jobs", _THAWED, (1, {}), 2),

@@ -151,12 +151,15 @@ def build(name: str) -> transformers.PreTrainedModel:
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(_CONFIGS[name](), dtype=torch.float32, **plain)
     with torch.no_grad():
-        biases = (value for name, value in model.named_buffers() if "bias" in name)
-        for value in (*model.parameters(), *biases):
-            if value.dim() == 1 or len(value) == 1:
+        biases = [(name, value) for name, value in model.named_buffers() if "bias" in name]
+        for parameter, value in (*model.named_parameters(), *biases):
+            if value.dim() == 1 or len(value) == 1 or parameter.endswith("_bias"):
                 value.add_(torch.randn_like(value) * 0.1)
             else:
                 value.mul_(2.0)  # far from uniform: wrong attention or wrong experts must show
+        if name in BY_MODULE:  # of a token without an embedding, an indexer scores all keys 0, and any choice is right
+            weight = model.get_input_embeddings().weight
+            weight[0] = torch.randn(weight.size(1)) * weight[1].std()
     return model
 
 

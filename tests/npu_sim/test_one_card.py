@@ -191,8 +191,11 @@ def a_small_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def task(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/, train.jsonl and the module of the reward."""
-    folder = tmp_path_factory.mktemp("task")
+    return write_task(published, tmp_path_factory.mktemp("task"))
+
+
+def write_task(published: Published, folder: Path) -> Path:
+    """model/ and train.jsonl."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(published.config, dtype=torch.bfloat16).save_pretrained(folder / "model")
     make_tokenizer(VOCAB).save_pretrained(folder / "model")
@@ -203,6 +206,7 @@ def task(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def run(published: Published, task: Path, folder: Path, *changes: str) -> Command:
     """A run that has ended well; a later one in its folder resumes."""
+    folder.mkdir(exist_ok=True)
     (folder / "parity.py").write_text(REWARD)
     command = OneCard(published, task, folder, *changes)
     try:
@@ -256,3 +260,22 @@ def measure(record: dict[str, Any], phase: str) -> float:
     """GiB of the owners of a phase in a record of metrics."""
     prefix = f"memory/{phase.replace(' ', '_')}/"
     return sum(value for name, value in record.items() if name.startswith(prefix))
+
+
+#: the run file of eight devices on two, with a model whose tensor parallel matrices have whole blocks
+OF_A_950 = Published("grpo_qwen3_8b_950DT", "qwen3_8b", Qwen3Config(**SHAPE, num_key_value_heads=2), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["null", "mxfp8"])
+def test_a_950_trains_saves_and_resumes(quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", "Ascend950DT_9582")
+    task = write_task(OF_A_950, tmp_path / "task")
+    smaller = ("megatron_training.seq_length=32", "rl_config.actor_resource.num_npus=2")
+    changes = (*smaller, f"+generate_config.quantization={quantization}")
+    first = run(OF_A_950, task, tmp_path / "run", *changes)
+    assert [record["iteration"] for record in first.metrics] == list(range(1, ITERATIONS + 1))
+    assert all(record["actor/grad_norm"] > 0 for record in first.metrics)
+    longer = (f"megatron_training.train_iters={ITERATIONS + 1}", f"run_dir={tmp_path / 'again'}")
+    again = run(OF_A_950, task, tmp_path / "run", *changes, *longer)
+    assert f"resumes after iteration {ITERATIONS}" in again.output

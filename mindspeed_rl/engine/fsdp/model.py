@@ -236,9 +236,7 @@ class ShardedModel:
         place = self.places[name]
         owner = self.names.get(place.parameter, self.buffers.get(place.parameter))
         assert owner is not None
-        if place.index is None:
-            return tuple(owner.shape)
-        return ((owner.shape[1] if place.stop is None else place.stop) - place.start, *owner.shape[2:])
+        return place.shape(tuple(owner.shape))
 
     def divide(self, name: str, num_ranks: int) -> list[tuple[int, int]]:
         """Return the first and last row of an HF tensor that each rank has; 0 and 0 for none."""
@@ -275,7 +273,7 @@ class ShardedModel:
             return local, start
         if not start <= place.index < start + len(local):
             return local.new_empty(0, *self.shape(name)[1:]), 0
-        return local[place.index - start][place.start : place.stop], 0
+        return place.select(local[place.index - start]), 0
 
     def list_matrices(self) -> set[str]:
         """Return the names of the parameters of adapters."""
@@ -296,8 +294,7 @@ class ShardedModel:
         gradients = {name: full[place.parameter] for name, place in self.places.items() if place.parameter in full}
         places = ((name, gradient, self.places[name]) for name, gradient in gradients.items())
         read = {
-            name: (gradient if place.index is None else gradient[place.index][place.start : place.stop]).clone()
-            for name, gradient, place in places
+            name: place.find(gradient).clone(memory_format=torch.contiguous_format) for name, gradient, place in places
         }
         return read | {name: full[name].clone() for name in self.list_matrices() & full.keys()}
 
@@ -383,6 +380,7 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
             adaptation = adapt_module(model, plan, settings, places, config.adapted_parts)
     if adaptation is None:
         choose_trained(model.named_parameters(), config.trained_tower_parts)
+        _freeze_indexers(module, plan, places)
     cast_parameters(module, compute)
     for parameter in module.parameters():  # those that the class or adapters freeze stay so
         parameter.requires_grad_(trains and parameter.requires_grad)
@@ -407,6 +405,14 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     adapters = ShardedAdapters(plan, adaptation, ordered)
     adapters.init(config.seed)
     return ShardedModel(plan, module, ordered, buffers, places, shards, adaptation.pairs, adapters)
+
+
+def _freeze_indexers(module: PolicyModule | ValueModule, plan: ModelPlan, places: Mapping[str, TensorPlace]) -> None:
+    """Freeze what chooses the tokens of sparse attention, as on Megatron's engine: no loss of the model reaches it."""
+    parameters, _ = _list_values(module)
+    for op in plan.architecture.weight_ops(plan.model_config):
+        for name in op.hf if ".indexer." in op.mcore else ():
+            parameters[places[name].parameter].requires_grad_(False)
 
 
 def _build_mesh(device_type: str, shards: int | None) -> DeviceMesh:

@@ -101,10 +101,10 @@ class ShardedMuon(torch.optim.AdamW):
         rows, start = locals_[0]
         if not start <= places[0].index < start + len(rows):
             return
-        cells = [(place.index - start, slice(place.start, place.stop)) for place in places if place.index is not None]
-        parts = [get_rows(updates[parameter])[cell] for parameter, cell in zip(parameters, cells)]
-        for (own, _), cell, direction in zip(locals_, cells, self._orthogonalize(op, heads, parts)):
-            own[cell].add_(direction, alpha=-rate)
+        index = places[0].index - start
+        parts = [place.select(get_rows(updates[parameter])[index]) for parameter, place in zip(parameters, places)]
+        for (own, _), place, direction in zip(locals_, places, self._orthogonalize(op, heads, parts)):
+            place.select(own[index]).add_(direction, alpha=-rate)
 
     def _orthogonalize(self, op: WeightOp, heads: tuple[int, ...] | None, parts: list[Tensor]) -> list[Tensor]:
         """Return the scaled orthogonal factor for each of the HF tensors that Megatron has in one matrix."""

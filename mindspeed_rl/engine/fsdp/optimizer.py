@@ -33,7 +33,8 @@ def build_optimizer(config: MegatronConfig, model: ShardedModel, gradients: Step
     rates = {"tower": config.vit_lr, "projector": config.aligner_lr}
     groups: dict[tuple[float, float | None], list[torch.nn.Parameter]] = {}
     for name, parameter in model.list_trained().items():
-        factor = 0.0 if parameter.dim() == 1 or name.endswith(".bias") else 1.0
+        # biases of stacked experts, such as gate_up_proj_bias, are matrices
+        factor = 0.0 if parameter.dim() == 1 or name.endswith("bias") else 1.0
         rate = rates[get_tower_part(name.removeprefix(TOWER))] if name.startswith(TOWER) else None
         groups.setdefault((factor, rate), []).append(parameter)
     members = [

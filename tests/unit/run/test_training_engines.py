@@ -165,10 +165,9 @@ def test_explain_lists_what_has_no_effect() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt_oss", "does not compute gpt_oss: transformers keeps its experts transposed"),
         ("mimo", "does not compute mimo: transformers has no class of its own"),
         ("ernie4_5_moe", "ernie4_5_moe keeps some in float32, such as mlp.gate.weight; set bf16: false"),
-        *((name, None) for name in ("qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_next", "llama")),
+        *((name, None) for name in ("qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_next", "gpt_oss", "llama")),
     ],
 )
 def test_families_that_the_engine_does_not_compute_are_refused_with_the_reason(name: str, words: str | None) -> None:
