@@ -145,6 +145,7 @@ def after_load(model: nn.Module) -> None:
     """
     for name, module in _list_int4_experts(model):
         for weight in _EXPERTS:
+            _check_plain(name, _weight(module, weight))
             _pack_int4(f"{name}.{weight}", module, weight)
     for name, module in _list_layers(model, torch.int8):
         module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, 0]
@@ -155,11 +156,7 @@ def after_load(model: nn.Module) -> None:
         module.weight_offset.data.zero_()
     for name, module in _list_experts(model, torch.int8):
         for weight in _EXPERTS:
-            if (layout := _read_format(_weight(module, weight))) != _PLAIN:
-                raise RuntimeError(
-                    f"weight push: experts of {name} are in the format {layout} of CANN in this vllm-ascend, in which no slice "
-                    "can be written."
-                )
+            _check_plain(name, _weight(module, weight))
             scales = _scales(module, weight)
             scales.data = scales.data[..., 0]
             _weight(module, f"{weight}_offset").data.zero_()
@@ -241,6 +238,15 @@ def _read_format(tensor: Any) -> int:
     if tensor.device.type != "npu":
         return _PLAIN
     return importlib.import_module("torch_npu").get_npu_format(tensor)
+
+
+def _check_plain(name: str, weight: Tensor) -> None:
+    """Raise RuntimeError where a matrix of experts is in another format than ND."""
+    if (layout := _read_format(weight)) != _PLAIN:
+        raise RuntimeError(
+            f"weight push: experts of {name} are in the format {layout} of CANN in this vllm-ascend, in which no slice can be "
+            "written."
+        )
 
 
 def _add_column(scales: Tensor) -> Tensor:

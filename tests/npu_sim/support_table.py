@@ -95,6 +95,8 @@ ROWS = (
      ("test_rollout.test_devices_that_share_experts",)),
     ("vllm-ascend 0.23 by itself: speculative decoding by suffixes: greedy tokens and log-probs of transformers",
      "单独运行 vllm-ascend 0.23：后缀投机解码：贪心 token 与对数概率同 transformers", ("test_rollout.test_with_drafts",)),
+    ("vllm-ascend 0.23 by itself: experts in int4 (W4A8 dynamic, groups of 256) next to int8: log-probs of the definition",
+     "单独运行 vllm-ascend 0.23：int4 专家（W4A8 动态，每组 256 个元素）与 int8：对数概率符合其定义", ("test_rollout.test_int4",)),
     ("vllm-ascend 0.23 by itself: int8 matrices (W8A8 dynamic), experts and latent attention too: log-probs of the definition",
      "单独运行 vllm-ascend 0.23：int8 矩阵（W8A8 动态），含专家与潜在注意力：对数概率符合其定义", ("test_rollout.test_int8",)),
     ("vllm-ascend 0.23 by itself on 950: MXFP8 matrices: log-probs of the definition; A2 refuses them",
