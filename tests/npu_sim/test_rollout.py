@@ -258,6 +258,7 @@ INT4_EXPERTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "MC2 on an A3": ("Ascend910_9391", 2, {"sharing": 2, "prompts": [[0, 1, 2], [3]]}),
     "places of a map": ("Ascend910B3", 2, INT8_EXPERTS["places of a map"][1]),
     "graphs": ("Ascend910B3", 1, INT8_EXPERTS["graphs"][1]),
+    "a 950": ("Ascend950DT_9582", 1, {}),
     "latent attention and shared experts": ("Ascend910B3", 1, {"model": "deepseek3_groups", "cast_prompts": False}),
 }
 
