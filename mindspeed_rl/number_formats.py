@@ -5,9 +5,10 @@
 | int8 | round(x / scale), -127 to 127 | max of the row / 127 |
 | mxfp8 | E4M3 of x / scale, rounded half to even, at most 448 | 2^(floor(log2(max of 32)) - 8), as E8M0: exponent + 127 |
 | w4a8 | round(x / scale), -7 to 7, two in a byte, the first one in its lower half | max of 32 / 7 |
+| w4a8_dynamic | the same, of a column in two rows, the first row in the lower half | max of 256 / 7 in float16 |
 
 MXFP8 is the format of the OCP Microscaling specification 1.0, sections 5.2 and 6.3. Scales of int8 and w4a8 are rounded to the
-engine's type of scales first; elements are rounded with that scale, half to even.
+engine's type of scales first (of w4a8_dynamic to float16); elements are rounded with that scale, half to even.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class NumberFormat(Protocol):
         ...
 
     def encode(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Return the stored elements, [rows, stored columns]."""
+        """Return the stored elements, [stored rows, stored columns]."""
         ...
 
     def decode(self, elements: Tensor, scales: Tensor) -> Tensor:
@@ -99,6 +100,31 @@ class _Int4(_Integers):
         return super().decode(torch.stack([low, high], dim=-1).flatten(1), scales)
 
 
+class _Int4Pairs(_Integers):
+    """Integers of four bits, of two rows in a byte; by arithmetic, because NPUs shift no bytes."""
+
+    def make_scales(self, maxima: Tensor, dtype: torch.dtype) -> Tensor:
+        # vllm-ascend rounds what it is given to float16, whatever the type
+        largest = torch.finfo(torch.float16).max * self._largest
+        return super().make_scales(maxima.clamp(max=largest), torch.float16).to(dtype)
+
+    def encode(self, values: Tensor, scales: Tensor) -> Tensor:
+        numbers = super().encode(values, scales)
+        low, high = numbers[::2], numbers[1::2]
+        return (torch.where(low < 0, low + 16, low) + high * 16).view(torch.uint8)
+
+    def decode(self, elements: Tensor, scales: Tensor) -> Tensor:
+        return super().decode(torch.stack(split_pairs(elements), dim=1).flatten(0, 1), scales)
+
+
+def split_pairs(elements: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers in the lower and in the upper halves of bytes, in float32, each in the shape of the bytes."""
+    numbers = elements.view(torch.int8).float()
+    high = (numbers / 16).floor_()
+    low = numbers - high * 16
+    return torch.where(low > 7, low - 16, low), high
+
+
 class _MicroscalingFp8:
     """E4M3 elements with a shared power of two."""
 
@@ -137,5 +163,10 @@ def _divide_columns(matrix: Tensor, scales: Tensor) -> Tensor:
     return matrix.reshape(*scales.shape, matrix.size(1) // scales.size(1))
 
 
-#: value of `generate_config.quantization` -> its numbers
-NUMBER_FORMATS: dict[str, NumberFormat] = {"int8": _Integers(127), "mxfp8": _MicroscalingFp8(), "w4a8": _Int4(7)}
+#: name of a format in `QUANTIZED_FORMATS` -> its numbers
+NUMBER_FORMATS: dict[str, NumberFormat] = {
+    "int8": _Integers(127),
+    "mxfp8": _MicroscalingFp8(),
+    "w4a8": _Int4(7),
+    "w4a8_dynamic": _Int4Pairs(7),
+}

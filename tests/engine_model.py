@@ -19,7 +19,7 @@ _FUSED = {
 }  # fmt: skip
 _BY_COLUMNS = ("o_proj", "down_proj")
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "norm", "layernorm", "gate", "shared_expert_gate")
-_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight(?:_scale)?)$")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EngineRank:
         expert_ranks, expert_rank: over how many ranks whole experts are spread, and this rank's number; 1 cuts each over `tp`.
         transposed: experts are held as [experts, in, out].
         dealt: rows of output projections are dealt out, the even ones first.
-        quantization: the format of matrices that have scales.
+        quantization: the format of matrices that have scales; with w4a8_dynamic, experts are not cut over `tp`.
     """
 
     tp: int
@@ -56,7 +56,8 @@ class EngineModel(nn.Module):
         self._writers: dict[str, list[tuple[str, Callable[[Tensor, Tensor], None]]]] = {}
         sizes: dict[str, list[int]] = {}
         for name, shape in shapes.items():
-            if match := _EXPERT.match(name):
+            match = _EXPERT.match(name)
+            if match and (match[4] == "weight" or at.quantization == "w4a8_dynamic"):
                 self._expert(name, match, shape, sizes)
             else:
                 self._plain(name, shape, sizes)
@@ -68,7 +69,8 @@ class EngineModel(nn.Module):
     def _format(self, name: str, dtype: torch.dtype, sizes: Mapping[str, list[int]]) -> torch.dtype:
         """Matrices that have scales are in bytes, the scales in float32, or in a byte where they are powers of two."""
         if f"{name}_scale" in sizes:
-            return torch.int8 if self._at.quantization == "int8" else torch.uint8
+            in_int8 = self._at.quantization == "int8" or (self._at.quantization == "w4a8_dynamic" and "experts" not in name)
+            return torch.int8 if in_int8 else torch.uint8
         if name.endswith("_scale"):
             return torch.uint8 if self._at.quantization == "mxfp8" else torch.float32
         return dtype
@@ -122,7 +124,7 @@ class EngineModel(nn.Module):
         if at.expert_ranks > 1:
             count //= at.expert_ranks
             local, width, start = expert - at.expert_rank * count, ffn, 0
-        parameter = f"{match[1]}.{'w2' if kind == 'down_proj' else 'w13'}_weight"
+        parameter = f"{match[1]}.{'w2' if kind == 'down_proj' else 'w13'}_{match[4]}"
         size = [count, hidden, width] if kind == "down_proj" else [count, 2 * width, hidden]
         sizes[parameter] = [size[0], size[2], size[1]] if at.transposed else size
         if not 0 <= local < count:

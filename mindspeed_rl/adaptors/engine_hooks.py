@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 #: ends of the names of parameters that vLLM computes from other ones: no checkpoint has them
-DERIVED = (".W_UV", ".W_UK_T", ".weight_offset", ".w13_weight_offset", ".w2_weight_offset")
+DERIVED = (".W_UV", ".W_UK_T", ".weight_offset", ".w13_weight_offset", ".w2_weight_offset", ".w13_scale_bias", ".w2_scale_bias")
 #: vLLM's switch of forms that are compiled in threads
 _COMPILES_LATER = "_use_async_grammar_compilation"
 #: pattern of the names of layers that keep `dtype` in a quantized engine, as of `models.quantized_names`

@@ -206,7 +206,7 @@ def _keep_inner_columns(layers: Any) -> None:
 
 
 def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of experts in these two layouts, which experts in MXFP8 do not have, by name."""
+    """Yield the modules of experts in these two layouts, which experts in MXFP8 and int4 do not have, by name."""
     for name, module in model.named_modules():
         weights = [module._parameters.get(weight) for weight in _EXPERT_WEIGHTS]
         if all(weight is not None and weight.dtype not in vllm_ascend_quantized.BLOCK_TYPES for weight in weights):
@@ -248,7 +248,7 @@ class VllmAscendHooks(EngineHooks):
         check_allocator(dict(os.environ))
         own = _build_additional_config(config, self._release or _installed_release())
         additional: dict[str, Any] = dict(config.additional_config or {}) | own
-        if config.quantization == "int8":
+        if config.quantization in vllm_ascend_quantized.UNFUSED:
             for key, settings in vllm_ascend_quantized.FUSION.items():
                 additional[key] = dict(additional.get(key) or {}) | settings
         if config.expert_map_path is not None:

@@ -8,7 +8,8 @@ FRACTAL_NZ at load, whatever `weight_nz_mode` says, for the one kernel that read
 to the number of the plain format (ND), and the kernel is switched off (`FUSION`): products, activation and quantization are \
 then operators that take both formats |
 
-Layouts: as loaded, a matrix is [rows, columns] with scales [rows, 1], in MXFP8 [rows, columns / 32]; experts are stacks.
+Layouts: as loaded, a matrix is [rows, columns] with scales [rows, 1], in MXFP8 [rows, columns / 32]; of int4 it is [rows / 2,
+columns], two rows in a byte, with scales [rows, columns / 256]; experts are stacks.
 
 | layer | elements of the kernel | scales of the kernel | in memory |
 |---|---|---|---|
@@ -16,6 +17,15 @@ Layouts: as loaded, a matrix is [rows, columns] with scales [rows, 1], in MXFP8 
 | int8 experts | [experts, columns, rows] | [experts, rows] | as of the kernel |
 | MXFP8 | [columns, rows] | [columns / 64, rows, 2] | as of the kernel |
 | MXFP8 experts | [experts, columns, rows] | [experts, columns / 64, rows, 2] | as loaded |
+| int4 experts | [experts, columns, rows / 8] int32 | [experts, columns / 256, rows] int64, float32 in its lower half | as of \
+the kernel |
+
+Experts in int4 (W4A8_DYNAMIC) have the layout that vllm-ascend calls version 1.0.0, with a scale per group. It is the one whose
+loaded bytes are the kernel's, in the same places: the older one loads an element per byte and packs it into new memory. A scale
+per row alone goes to a kernel of its own (`grouped_matmul_swiglu_quant_v2`), which reads FRACTAL_NZ only. Groups have 256
+elements because the kernel of A2 and A3 takes no others (aclnnGroupedMatmulV5, A8W4). Its product is with x - 8; `scale_bias`,
+8 times the sum of the scaled elements of a row, puts that right. Checkpoints bring it along; here each engine computes it from
+what was loaded.
 
 What is loaded is a view of the kernel's memory, or the other way round, so addresses stay, which captured graphs need.
 Scales of MXFP8 layers are no such view: they are loaded into memory of their own and then copied. MXFP8 is loaded as plain
@@ -39,18 +49,24 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.adaptors import npu_devices
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
+from mindspeed_rl.number_formats import split_pairs
 
 #: settings of vllm-ascend with which experts are computed in the plain format
 FUSION = {"ascend_fusion_config": {"fusion_ops_gmmswigluquant": False}}
-#: value of `generate_config.quantization` -> vllm-ascend's name of the format
-_SCHEMES = {"int8": "W8A8_DYNAMIC", "mxfp8": "W8A8_MXFP8"}
+#: values of `generate_config.quantization` that need them
+UNFUSED = ("int8", "w4a8")
+#: format of a matrix -> vllm-ascend's name of it
+_SCHEMES = {"int8": "W8A8_DYNAMIC", "mxfp8": "W8A8_MXFP8", "w4a8_dynamic": "W4A8_DYNAMIC"}
+#: further keys of a model's description, for models with experts in int4
+_INT4_KEYS = {"version": "1.0.0", "group_size": QUANTIZED_FORMATS["w4a8_dynamic"].block}
 _METHODS = "vllm_ascend.quantization.methods.w8a8_dynamic"
 _CAST = "ACL_FORMAT_FRACTAL_NZ"
 _PLAIN = 2
 _EXPERTS = ("w13_weight", "w2_weight")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
-#: types of MXFP8 elements: of the kernels, and while they are loaded
-BLOCK_TYPES = (torch.float8_e4m3fn, torch.uint8)
+#: types of elements other than int8: of the kernels, MXFP8 and int4, and while they are loaded
+BLOCK_TYPES = (torch.float8_e4m3fn, torch.int32, torch.uint8)
 _BLOCK = 32
 
 
@@ -77,23 +93,24 @@ def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, An
     Raises:
         ValueError: vllm-ascend does not have the format.
     """
-    if quantization not in _SCHEMES:
-        formats = " and ".join(_SCHEMES)
-        raise ValueError(f"generate_config.quantization ({quantization}) is not available in this engine; {formats} are")
-    scheme = _SCHEMES[quantization]
+    form = find_format(quantization, "npu")
+    if form not in _SCHEMES:
+        raise ValueError(f"generate_config.quantization ({quantization}) is not available in this engine")
     npu_devices.check_quantization(quantization, npu_devices.read_soc_number)
     # releases up to 0.18 look the head up also where it is the embedding, which has no weights of its own
     kinds = {"lm_head.weight": "FLOAT"}
     for name, is_quantized in names.items():
-        kind = scheme if is_quantized else "FLOAT"
-        if (expert := _EXPERT.fullmatch(name)) is not None:
+        expert = _EXPERT.fullmatch(name)
+        matrix_form = form if expert is not None else QUANTIZED_FORMATS[form].others or form
+        kind = _SCHEMES[matrix_form] if is_quantized else "FLOAT"
+        if expert is not None:
             # vllm-ascend looks the experts of a layer up by their module's name or by those of the first expert
             kinds[f"{expert[1]}.weight"] = kind
             if expert[2] != "0":
                 continue
         if name.endswith(".weight"):
             kinds[name] = kind
-    return {"quant_method": "ascend", **kinds}
+    return {"quant_method": "ascend", **(_INT4_KEYS if form == "w4a8_dynamic" else {}), **kinds}
 
 
 def before_load(model: nn.Module) -> None:
@@ -114,6 +131,10 @@ def before_load(model: nn.Module) -> None:
         for name in _EXPERTS:
             weight, scales = _weight(module, name), _scales(module, name)
             weight.data, scales.data = _read_bytes(weight.data), _join_pairs(scales.data)
+    for _, module in _list_experts(model, torch.int32):
+        for name in _EXPERTS:
+            weight, scales = _weight(module, name), _scales(module, name)
+            weight.data, scales.data = _read_int4(weight.data), _read_int4_scales(scales.data)
 
 
 def after_load(model: nn.Module) -> None:
@@ -122,6 +143,10 @@ def after_load(model: nn.Module) -> None:
     Raises:
         RuntimeError: this vllm-ascend has another layout.
     """
+    for name, module in _list_int4_experts(model):
+        for weight in _EXPERTS:
+            _check_plain(name, _weight(module, weight))
+            _pack_int4(f"{name}.{weight}", module, weight)
     for name, module in _list_layers(model, torch.int8):
         module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, 0]
         if not module.weight.data.is_contiguous():
@@ -131,11 +156,7 @@ def after_load(model: nn.Module) -> None:
         module.weight_offset.data.zero_()
     for name, module in _list_experts(model, torch.int8):
         for weight in _EXPERTS:
-            if (layout := _read_format(_weight(module, weight))) != _PLAIN:
-                raise RuntimeError(
-                    f"weight push: experts of {name} are in the format {layout} of CANN in this vllm-ascend, in which no slice "
-                    "can be written."
-                )
+            _check_plain(name, _weight(module, weight))
             scales = _scales(module, weight)
             scales.data = scales.data[..., 0]
             _weight(module, f"{weight}_offset").data.zero_()
@@ -168,6 +189,18 @@ def list_unpacks(model: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Ten
     for name, _ in _list_experts(model, torch.float8_e4m3fn):
         for weight in _EXPERTS:
             yield from ((f"{name}.{weight}", _read_bytes), (f"{name}.{weight}_scale", _join_pairs))
+    for name, module in _list_experts(model, torch.int32):
+        for weight in _EXPERTS:
+            yield from ((f"{name}.{weight}", _read_int4), (f"{name}.{weight}_scale", partial(_check_bias, module, weight)))
+
+
+def _list_int4_experts(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules of experts in int4 while they are loaded: bytes with scales that are none, unlike those of MXFP8."""
+    return [
+        (name, module)
+        for name, module in _list_experts(model, torch.uint8)
+        if _scales(module, _EXPERTS[0]).dtype == torch.float32
+    ]
 
 
 def _list_layers(model: nn.Module, kind: torch.dtype) -> list[tuple[str, Any]]:
@@ -207,6 +240,15 @@ def _read_format(tensor: Any) -> int:
     return importlib.import_module("torch_npu").get_npu_format(tensor)
 
 
+def _check_plain(name: str, weight: Tensor) -> None:
+    """Raise RuntimeError where a matrix of experts is in another format than ND."""
+    if (layout := _read_format(weight)) != _PLAIN:
+        raise RuntimeError(
+            f"weight push: experts of {name} are in the format {layout} of CANN in this vllm-ascend, in which no slice can be "
+            "written."
+        )
+
+
 def _add_column(scales: Tensor) -> Tensor:
     return scales[..., None]
 
@@ -224,3 +266,60 @@ def _read_bytes(elements: Tensor) -> Tensor:
 def _join_pairs(scales: Tensor) -> Tensor:
     """Return the scales of MXFP8 as they were loaded, [..., pairs, rows, 2] -> [..., rows, 2 pairs]."""
     return scales.transpose(-2, -3).flatten(-2)
+
+
+def _read_int4(elements: Tensor) -> Tensor:
+    """Return int4 as it was loaded, [..., columns, rows / 8] -> [..., rows / 2, columns]."""
+    return elements.view(torch.uint8).transpose(-1, -2)
+
+
+def _read_int4_scales(scales: Tensor) -> Tensor:
+    """Return the scales of int4 as they were loaded, [..., groups, rows] -> [..., rows, groups]; a view."""
+    return scales.view(torch.float32).unflatten(-1, (-1, 2))[..., 0].transpose(-1, -2)
+
+
+def _pack_int4(name: str, module: nn.Module, weight: str) -> None:
+    """Return experts in int4 to the kernel's layout, and compute what it adds to their products."""
+    elements, scales, bias = _weight(module, weight), _scales(module, weight), _weight(module, _bias_name(weight))
+    for index, (matrix, factors) in enumerate(zip(elements.data, scales.data)):
+        bias.data[index].copy_(_sum_int4(matrix.t(), factors.t()))
+    pairs = scales.data.transpose(1, 2)
+    if not elements.data.transpose(1, 2).is_contiguous() or pairs.stride(2) != 2:
+        raise RuntimeError(f"weight push: {name} was not a view of the kernel's layout in this vllm-ascend.")
+    elements.data = elements.data.transpose(1, 2).view(torch.int32)
+    # both halves of all numbers, of which no load writes the upper one
+    whole = pairs.as_strided((*pairs.shape, 2), (*pairs.stride(), 1))
+    whole[..., 1].zero_()
+    scales.data = whole.view(torch.int64)[..., 0]
+    offsets = _weight(module, f"{weight}_offset")
+    offsets.data.zero_()  # the quantization is symmetric
+
+
+def _bias_name(weight: str) -> str:
+    return f"{weight.removesuffix('_weight')}_scale_bias"
+
+
+def _sum_int4(elements: Tensor, scales: Tensor) -> Tensor:
+    """Return 8 times the sum of the scaled elements of each row.
+
+    Args:
+        elements: [columns, rows / 2] bytes.
+        scales: [groups, rows].
+    """
+    sums = torch.stack([half.unflatten(0, (scales.size(0), -1)).sum(1) for half in split_pairs(elements)], dim=-1)
+    return (sums.flatten(1) * scales).sum(0) * 8
+
+
+def _check_bias(module: nn.Module, weight: str, scales: Tensor) -> Tensor:
+    """Return the scales of a matrix of int4 as they were loaded; NaN where their number or what belongs to them is another.
+
+    Args:
+        scales: [groups, rows] of one expert, a part of the parameter of all.
+    """
+    stack = _scales(module, weight)
+    index = (scales.storage_offset() - stack.storage_offset()) // stack.stride(0)
+    factors = _read_int4_scales(scales)
+    sums = _sum_int4(_weight(module, weight)[index].view(torch.uint8), factors.t())
+    upper = scales.view(torch.float32).unflatten(-1, (-1, 2))[..., 1]
+    is_right = (sums == _weight(module, _bias_name(weight))[index])[:, None] & (upper == 0).t()
+    return torch.where(is_right, factors, torch.nan)

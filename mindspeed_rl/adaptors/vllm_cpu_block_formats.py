@@ -233,5 +233,5 @@ def _create(quantization: str, shape: tuple[int, ...], dtype: torch.dtype) -> tu
             f"generate_config.quantization ({quantization}) needs rows of a multiple of {sizes.block} elements on each rank "
             f"of the engine, and a matrix has {columns}."
         )
-    elements = torch.zeros(*shape[:-1], columns // sizes.elements_per_byte, dtype=torch.uint8)
+    elements = torch.zeros(*shape[:-1], columns // sizes.columns_per_byte, dtype=torch.uint8)
     return elements, torch.zeros(*shape[:-1], columns // sizes.block, dtype=torch.uint8 if sizes.scale_bytes == 1 else dtype)

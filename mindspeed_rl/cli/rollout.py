@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from mindspeed_rl.cli.options import Parser, print_status, report_failure
 from mindspeed_rl.config import GenerateConfig, SamplingConfig
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
+from mindspeed_rl.config.quantized_formats import QUANTIZATIONS
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
@@ -67,8 +67,7 @@ def make_parser() -> Parser:
     )
     add("--max-num-seqs", "--vllm-max-num-seqs", "--vllm_max_num_seqs", type=int, help="responses at the same time")
     add("--dtype", choices=("bfloat16", "float32"), help="data type of the weights")
-    formats = tuple(QUANTIZED_FORMATS)
-    add("--quantization", choices=formats, help="format of the matrices; weights that are quantized come from the run")
+    add("--quantization", choices=QUANTIZATIONS, help="format of the matrices; weights that are quantized come from the run")
     add("--speculative-config", "--vllm-speculative-config", "--vllm_speculative_config", metavar="JSON", help="drafts")
     add("--gpu-memory-utilization", "--vllm-gpu-memory-utilization", "--vllm_gpu_memory_utilization", type=float)
     add("--kv-cache-memory-gib", type=float, help="CPU: KV cache, in GiB")

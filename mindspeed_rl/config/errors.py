@@ -22,7 +22,7 @@ _NOT_AVAILABLE = {
     "quantization": {
         **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), _FP8),
         "w8a8_mxfp8": "it is what vllm-ascend names mxfp8 with; set mxfp8",
-        "w4a8_dynamic": "it is the name of vllm-ascend; set w4a8, which the CPU has, or int8, which NPUs have too",
+        "w4a8_dynamic": "it is what vllm-ascend names the experts of w4a8 with; set w4a8",
         "ascend": "it is what vllm-ascend names int8 with; set int8, on the NPU too",
     },
 }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
+from mindspeed_rl.config.quantized_formats import find_format
 from mindspeed_rl.dumps.causes import EngineOutputs, TrainerOutputs, WeightFinding
 from mindspeed_rl.dumps.record import Cut
 from mindspeed_rl.engine.batching import MicroBatching, Rows
@@ -108,8 +109,9 @@ class ComparisonWorker(DeviceWorker):
         named = self.role.stream.named_tensors(self.rollout.dtype)
         quantization = self.run.generate.quantization
         if quantization is not None:
-            scales = {tensor.dtype for name, tensor in pushed.items() if name.endswith("_scale")}.pop()
-            named = quantize_tensors(named, quantization, scales)
+            found = (tensor.dtype for name, tensor in pushed.items() if name.endswith("_scale") and tensor.is_floating_point())
+            scales = next(found, self.rollout.dtype)  # formats with scales of their own type need none
+            named = quantize_tensors(named, find_format(quantization, self.run.platform), scales)
         engine.load_weights(named, 2)
         findings = []
         for name, expected in _copies(engine.get_model()).items():

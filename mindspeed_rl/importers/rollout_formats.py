@@ -23,7 +23,7 @@ _FROM_FOLDER = "weights from a folder that is quantized already"
 _OTHER_FORMATS = {
     "modelopt_mxfp8": f"{_FROM_FOLDER}; mxfp8 quantizes the trained weights",
     "w4afp8": "int4 weights with activations in fp8; w4a8 has int8 activations",
-    "w4a8": "int4 weights whose blocks and scales the engine chooses; w4a8 here has a scale per 32 elements of a row",
+    "w4a8": "int4 weights whose blocks and scales the engine chooses; w4a8 has a scale per 32 elements of a row (NPUs: 256)",
     "qoq": f"{_FROM_FOLDER}, with a zero point per block; w4a8 has none",
     "experts_int8": "int8 weights of experts with activations in dtype; int8 quantizes activations, and attention and MLP too",
     "int8_per_channel_weight_only": "int8 weights with activations in dtype; int8 quantizes both",

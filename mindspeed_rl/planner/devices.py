@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mindspeed_rl import registry
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.machine_memory import read_machine_memory
@@ -48,6 +48,11 @@ class Device:
     devices_per_node: int
     sleeps: bool = True
     overlaps: bool = True
+
+    @property
+    def kind(self) -> str:
+        """Device kind, as a run file's `platform`."""
+        return "cpu" if self.name == "cpu" else "npu"
 
     @property
     def visible(self) -> int:
@@ -151,16 +156,16 @@ def list_device_obstacles(run: Run, device: Device, plan: ModelPlan | None = Non
     cfg, generate = run.config, run.config.generate_config
     if cfg.is_supervised or generate is None or generate.quantization is None or generate.engine == "transformers":
         return []
-    kind = "cpu" if device.name == "cpu" else "npu"
+    kind = device.kind
     if cfg.platform not in ("auto", kind):
         return []
     key = f"generate_config.quantization ({generate.quantization}) is not available"
-    sizes, reasons = QUANTIZED_FORMATS[generate.quantization], []
+    sizes, reasons = QUANTIZED_FORMATS[find_format(generate.quantization, kind)], []
     if cfg.platform == "auto":
         reasons = [reason for _, reason in explain_quantization(run, kind)]
     if device.name in sizes.absent_npus:
         reasons.append(f"on {device.name}: {sizes.npu_devices} has the operators; set int8")
-    if plan is not None and not sizes.absent_on_npu:
+    if plan is not None:
         reasons.append(explain_unquantized(plan.architecture.name, plan.model_config, generate.quantization, kind))
         if kind == "npu" and plan.model_config.moe_layers:
             reasons += [reason for _, reason in explain_unproven(run)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_rl.config.device_limits import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import (
     TowerCosts,
@@ -18,7 +18,7 @@ from mindspeed_rl.models.costs import (
     state_bytes_per_sequence,
 )
 from mindspeed_rl.models.model_config import ModelConfig
-from mindspeed_rl.models.quantized_names import is_quantized
+from mindspeed_rl.models.quantized_names import is_quantized, name_matrix_format
 from mindspeed_rl.models.vision import TOWER
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.planner.devices import GIB
@@ -81,7 +81,8 @@ def plan_engine(run: RunShape) -> Engine | None:
     if generate.quantization is not None:
         ranks = tensor, engines.expert_ranks
         quantized = _count_rollout_elements(architecture, model_config, *ranks, quantized=True)
-        stored = _count_quantized_bytes(architecture, model_config, *ranks, generate.quantization, itemsize)
+        form = find_format(generate.quantization, run.device.kind)
+        stored = _count_quantized_bytes(architecture, model_config, *ranks, form, itemsize)
         weights += stored - quantized * itemsize
     if model_config.multi_latent_attention:
         # the engine stores what its absorbed products need in addition to the projection itself
@@ -157,10 +158,13 @@ def _count_quantized_bytes(
     architecture: Architecture, model_config: ModelConfig, tensor: int, expert_ranks: int, quantization: str, itemsize: int
 ) -> int:
     """Count the bytes of elements and scales of the quantized matrices on one rank of the rollout engine."""
-    sizes, total = QUANTIZED_FORMATS[quantization], 0
+    total = 0
     for op, size in _list_engine_rows(architecture, model_config, tensor, expert_ranks):
-        shapes = [(shape[0], shape[1]) for shape in _list_quantized(op)]
-        total += sizes.count_bytes(shapes, itemsize) * size // sum(map(math.prod, op.shapes))
+        stored = sum(
+            QUANTIZED_FORMATS[name_matrix_format(name, quantization)].count_bytes([(shape[0], shape[1])], itemsize)
+            for name, shape in _list_quantized(op)
+        )
+        total += stored * size // sum(map(math.prod, op.shapes))
     return total
 
 
@@ -183,13 +187,13 @@ def _list_engine_rows(
         yield op, size
 
 
-def _list_quantized(op: WeightOp) -> list[tuple[int, ...]]:
-    """Return the shapes of the HF tensors of a row of the table that engines have quantized."""
-    return [shape for name, shape in zip(op.hf, op.shapes) if len(shape) == 2 and is_quantized(name)]
+def _list_quantized(op: WeightOp) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names and shapes of the HF tensors of a row of the table that engines have quantized."""
+    return [(name, shape) for name, shape in zip(op.hf, op.shapes) if len(shape) == 2 and is_quantized(name)]
 
 
 def _count_quantized(op: WeightOp) -> int:
-    return sum(map(math.prod, _list_quantized(op)))
+    return sum(math.prod(shape) for _, shape in _list_quantized(op))
 
 
 def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int:

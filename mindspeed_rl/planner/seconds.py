@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.architecture import Architecture
@@ -677,7 +677,7 @@ def _read_bytes(run: RunShape, weights: int) -> Callable[[float], float]:
     matrices = [(inner, hidden), (inner, hidden), (hidden, inner)]  # gate, up and down
     expert = sum(itemsize * rows * columns for rows, columns in matrices)
     if generate.quantization is not None:
-        expert = QUANTIZED_FORMATS[generate.quantization].count_bytes(matrices, itemsize)
+        expert = QUANTIZED_FORMATS[find_format(generate.quantization, run.device.kind)].count_bytes(matrices, itemsize)
     experts = expert * model_config.num_moe_experts * len(model_config.moe_layers) / ranks
     # assumed: each token chooses its experts independently of the others, all with the same probability
     missed = 1.0 - model_config.moe_router_topk / model_config.num_moe_experts

@@ -112,7 +112,9 @@ class Destinations:
         without_views = {*self.loaded, *laid_out_anew}
         for name, entries in by_parameter.items():
             parameter = parameters[name]
-            if sum(num_elements(entry.tensor_slice) for entry in entries) == parameter.numel():
+            elements = sum(num_elements(entry.tensor_slice) for entry in entries)
+            # of as many elements, or of as many bytes: kernels may have several elements of a loader in one
+            if parameter.numel() == elements or parameter.nbytes == elements * self.dtypes[entries[0].tensor].itemsize:
                 yield from [parameter] if _is_dense(parameter) else ()
             elif name not in without_views and all(entry.plane is None for entry in entries):
                 yield from (view for entry in entries if _is_dense(view := entry.view(parameter)) and _shares(view, parameter))
@@ -154,11 +156,14 @@ def _list_planes(
     """
     if unpack is not None and not (stacked and parameter.dim() == 3):
         parameter, unpack = unpack(parameter), None
+    if unpack is not None:  # also where each matrix has a single row now
+        yield from enumerate(map(unpack, parameter))
+        return
     parameter = _squeeze(parameter)
     if parameter.dim() < 3:
-        yield None, parameter if unpack is None else unpack(parameter)
+        yield None, parameter
     else:
-        yield from enumerate(parameter if unpack is None else map(unpack, parameter))
+        yield from enumerate(parameter)
 
 
 def _is_dense(tensor: Tensor) -> bool:

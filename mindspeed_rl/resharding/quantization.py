@@ -2,7 +2,9 @@
 
 A quantized matrix is two tensors: elements under the matrix' own name, and scales under `NAME_scale` (`number_formats`). A
 scale of int8 covers a full row, and a shard may have a part of each row, so the maxima of all shards are combined first. A
-scale of the block formats covers consecutive elements of a row, all of them on one rank, and needs no exchange.
+scale of the block formats covers consecutive elements of a row, all of them on one rank, and needs no exchange. Experts may
+have another format than the other matrices (`config.quantized_formats`).
+
 Nothing else of a weight sync changes: slices of both tensors are planned, sent, compared by fingerprints and skipped in a delta
 as any other, and the trained side of a comparison is quantized again from the trained weights, not copied from what was sent.
 """
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
-from mindspeed_rl.models.quantized_names import is_quantized
+from mindspeed_rl.models.quantized_names import is_quantized, name_matrix_format
 from mindspeed_rl.number_formats import NUMBER_FORMATS, block_maxima
 from mindspeed_rl.resharding.copies import Copies
 from mindspeed_rl.resharding.exchange import Exchange, ReadsSlices
@@ -27,6 +29,8 @@ from mindspeed_rl.resharding.trained_weights import TrainedWeights
 _SCALE = "_scale"
 #: types of quantized matrices and scales
 BYTE_TYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
+#: bytes of a scale in an engine -> its type as it is sent, which with others is the engine's `dtype`
+_SCALE_TYPES = {1: torch.uint8, 8: torch.float32}
 
 
 def quantize_side(trained: TrainedWeights, quantization: str) -> TrainedWeights:
@@ -34,24 +38,22 @@ def quantize_side(trained: TrainedWeights, quantization: str) -> TrainedWeights:
 
     Args:
         trained: in full precision.
-        quantization: `generate_config.quantization`.
+        quantization: format of the engines (`find_format`).
 
     Raises:
-        RuntimeError: elements of a block are on different ranks.
+        RuntimeError: elements of a block, or of a byte, are on different ranks.
     """
     names = tuple(name for name, shape in trained.shapes.items() if len(shape) == 2 and is_quantized(name))
-    columns = _Columns(quantization)
     shapes, holders = dict(trained.shapes), dict(trained.holders)
     for name in names:
+        stored = _Stored(name, quantization)
         rows, width = trained.shapes[name]
-        shapes |= {name: (rows, columns.in_elements(name, (0, width))[1])}
-        shapes |= {name + _SCALE: (rows, columns.in_scales(name, (0, width))[1])}
-        holders[name] = {
-            (part, columns.in_elements(name, some)): ranks for (part, some), ranks in trained.holders[name].items()
-        }
+        (_, last_row), (_, last_column) = stored.in_elements(((0, rows), (0, width)))
+        shapes |= {name: (last_row, last_column), name + _SCALE: (rows, stored.in_scales((0, width))[1])}
+        holders[name] = {stored.in_elements(part): ranks for part, ranks in trained.holders[name].items()}
         ranks_of_scales: dict[Slice, dict[int, None]] = {}
         for (part, some), ranks in trained.holders[name].items():
-            ranks_of_scales.setdefault((part, columns.in_scales(name, some)), {}).update(dict.fromkeys(ranks))
+            ranks_of_scales.setdefault((part, stored.in_scales(some)), {}).update(dict.fromkeys(ranks))
         holders[name + _SCALE] = {part: sorted(some) for part, some in ranks_of_scales.items()}
     sources = None
     if trained.sources is not None:
@@ -64,27 +66,33 @@ def stored_dtypes(names: Collection[str], quantization: str | None) -> dict[str,
 
     Args:
         names: quantized matrices.
-        quantization: their format; None where there are none.
+        quantization: format of the engine (`find_format`); None where there are no such matrices.
     """
     if quantization is None:
         return {}
-    types = dict.fromkeys(names, torch.int8 if quantization == "int8" else torch.uint8)
-    if QUANTIZED_FORMATS[quantization].scale_bytes == 1:
-        types |= dict.fromkeys((name + _SCALE for name in names), torch.uint8)
+    types: dict[str, torch.dtype] = {}
+    for name in names:
+        kind = name_matrix_format(name, quantization)
+        types[name] = torch.int8 if kind == "int8" else torch.uint8
+        if (scale := _SCALE_TYPES.get(QUANTIZED_FORMATS[kind].scale_bytes or 0)) is not None:
+            types[name + _SCALE] = scale
     return types
 
 
 def name_quantization(types: Mapping[str, torch.dtype]) -> str:
-    """Return the value of `generate_config.quantization` that tensors are in: null for none, their types where it is no value.
+    """Return the format (`QUANTIZED_FORMATS`) that tensors are in: null for none, their types where they have no format's.
 
     Args:
         types: type of each tensor by name, of HF or of an engine; others than of one byte do not count.
     """
-    found = {(name.endswith(_SCALE), kind) for name, kind in types.items() if kind in BYTE_TYPES}
-    known = {name: stored_dtypes(("",), name) for name in QUANTIZED_FORMATS}
-    kinds = {name: {(key == _SCALE, kind) for key, kind in stored.items()} for name, stored in known.items()}
+
+    def list_kinds(some: Mapping[str, torch.dtype]) -> set[tuple[bool, torch.dtype]]:
+        return {(name.endswith(_SCALE), kind) for name, kind in some.items() if kind in BYTE_TYPES}
+
+    found, samples = list_kinds(types), ("self_attn.o_proj.weight", "experts.0.up_proj.weight")
+    known = {name: list_kinds(stored_dtypes(samples, name)) for name in QUANTIZED_FORMATS}
     names = " and ".join(sorted({str(kind).removeprefix("torch.") for _, kind in found}))
-    return next((name for name in kinds if kinds[name] == found), names or "null")
+    return next((name for name, kinds in known.items() if kinds == found), names or "null")
 
 
 def quantize_tensors(
@@ -94,46 +102,56 @@ def quantize_tensors(
 
     Args:
         named: in full precision.
-        quantization: `generate_config.quantization`.
+        quantization: format of the engine (`find_format`).
         dtype: dtype of the scales, where the format has none of its own.
     """
-    block, numbers = QUANTIZED_FORMATS[quantization].block, NUMBER_FORMATS[quantization]
     for name, tensor in named:
         if tensor.dim() == 2 and is_quantized(name):
-            scales = numbers.make_scales(block_maxima(tensor, block), dtype)
+            kind = name_matrix_format(name, quantization)
+            numbers = NUMBER_FORMATS[kind]
+            scale_type = stored_dtypes((name,), quantization).get(name + _SCALE, dtype)
+            scales = numbers.make_scales(block_maxima(tensor, QUANTIZED_FORMATS[kind].block), scale_type)
             yield from ((name, numbers.encode(tensor, scales)), (name + _SCALE, scales))
         else:
             yield name, tensor
 
 
-class _Columns:
-    """Columns of a matrix as columns of its stored elements and of its scales."""
+class _Stored:
+    """One matrix: its slices as slices of its stored elements and of its scales, and back."""
 
-    def __init__(self, quantization: str) -> None:
-        self._quantization, self._format = quantization, QUANTIZED_FORMATS[quantization]
+    def __init__(self, name: str, quantization: str) -> None:
+        self._name, self._quantization = name, quantization
+        kind = name_matrix_format(name, quantization)
+        self._format, self.numbers = QUANTIZED_FORMATS[kind], NUMBER_FORMATS[kind]
+        self.block = self._format.block
 
-    def in_elements(self, name: str, columns: tuple[int, int]) -> tuple[int, int]:
-        return self._divide(name, columns, self._format.elements_per_byte)
+    def in_elements(self, part: Slice) -> Slice:
+        rows, columns = part
+        return (
+            self._divide("rows", rows, self._format.rows_per_byte),
+            self._divide("columns", columns, self._format.columns_per_byte),
+        )
 
-    def in_scales(self, name: str, columns: tuple[int, int]) -> tuple[int, int]:
-        return (0, 1) if self._format.block is None else self._divide(name, columns, self._format.block)
+    def in_scales(self, columns: tuple[int, int]) -> tuple[int, int]:
+        return (0, 1) if self.block is None else self._divide("columns", columns, self.block)
 
-    def of_elements(self, stored: tuple[int, int]) -> tuple[int, int]:
-        """Return the columns of whole blocks that hold these stored columns."""
-        unit, block = self._format.elements_per_byte, self._format.block or 1
-        return stored[0] * unit // block * block, -(-stored[1] * unit // block) * block
+    def of_elements(self, stored: Slice) -> Slice:
+        """Return the slice of whole blocks that holds these stored elements."""
+        (first, last), (start, stop) = stored
+        high, wide, block = self._format.rows_per_byte, self._format.columns_per_byte, self.block or 1
+        return (first * high, last * high), (start * wide // block * block, -(-stop * wide // block) * block)
 
     def of_scales(self, stored: tuple[int, int]) -> tuple[int, int]:
-        assert self._format.block is not None
-        return stored[0] * self._format.block, stored[1] * self._format.block
+        assert self.block is not None
+        return stored[0] * self.block, stored[1] * self.block
 
-    def _divide(self, name: str, columns: tuple[int, int], unit: int) -> tuple[int, int]:
-        if columns[0] % unit or columns[1] % unit:
+    def _divide(self, kind: str, part: tuple[int, int], unit: int) -> tuple[int, int]:
+        if part[0] % unit or part[1] % unit:
             raise RuntimeError(
-                f"weight push: a rank has columns {columns[0]} to {columns[1]} of {name}, and generate_config.quantization "
+                f"weight push: a rank has {kind} {part[0]} to {part[1]} of {self._name}, and generate_config.quantization "
                 f"{self._quantization} needs multiples of {unit}."
             )
-        return columns[0] // unit, columns[1] // unit
+        return part[0] // unit, part[1] // unit
 
 
 class QuantizedSources:
@@ -145,12 +163,11 @@ class QuantizedSources:
         Args:
             sources: sources on this rank.
             holders: holders of the matrices to quantize: the members that have each slice.
-            quantization: `generate_config.quantization`.
+            quantization: format of the engines (`find_format`).
         """
         self._sources, self._holders = sources, holders
         self._owners = {name + _SCALE: name for name in holders}
-        self._numbers, self._columns = NUMBER_FORMATS[quantization], _Columns(quantization)
-        self._block = QUANTIZED_FORMATS[quantization].block
+        self._stored = {name: _Stored(name, quantization) for name in holders}
         #: scales of full rows, of all matrices
         self._row_scales: dict[str, Tensor] = {}
         self._dtypes: Mapping[str, torch.dtype] = {}
@@ -167,11 +184,11 @@ class QuantizedSources:
 
         Args:
             dtypes: types in which the engines have each tensor.
-            maxima: largest absolute values of full rows, [rows]; empty where scales cover blocks.
+            maxima: largest absolute values of full rows, [rows]; of matrices whose scales cover them.
         """
         self._dtypes = dtypes
         for name, values in maxima.items():
-            self._row_scales[name] = self._numbers.make_scales(values[:, None], dtypes[name + _SCALE])
+            self._row_scales[name] = self._stored[name].numbers.make_scales(values[:, None], dtypes[name + _SCALE])
 
     def read(self, name: str, tensor_slice: Slice, out: Tensor, copies: Copies | None = None) -> None:
         """Write a slice that this rank has to `out`, which has its shape; see `ReadsSlices`."""
@@ -184,28 +201,28 @@ class QuantizedSources:
     def views(self, name: str, tensor_slice: Slice) -> Iterator[tuple[Slice, Tensor]]:
         """Yield the parts of a slice that this rank has, each with its elements."""
         if name in self._holders:
-            rows, stored = tensor_slice
-            for (part, columns), view in self._sources.views(name, (rows, self._columns.of_elements(stored))):
-                encoded = self._numbers.encode(view, self._make_scales(name, part, view))
-                found = (part, self._columns.in_elements(name, columns))
-                yield from _cut(found, encoded.view(self._dtypes[name]), tensor_slice)
+            stored = self._stored[name]
+            for part, view in self._sources.views(name, stored.of_elements(tensor_slice)):
+                encoded = stored.numbers.encode(view, self._make_scales(name, part[0], view))
+                yield from _cut(stored.in_elements(part), encoded.view(self._dtypes[name]), tensor_slice)
         elif name in self._owners:
             yield from self._scales(self._owners[name], tensor_slice)
         else:
             yield from self._sources.views(name, tensor_slice)
 
     def _scales(self, name: str, tensor_slice: Slice) -> Iterator[tuple[Slice, Tensor]]:
-        rows, stored = tensor_slice
-        if self._block is None:
+        (rows, columns), stored = tensor_slice, self._stored[name]
+        if stored.block is None:
             yield tensor_slice, self._row_scales[name][slice(*rows)]
             return
-        for (part, columns), view in self._sources.views(name, (rows, self._columns.of_scales(stored))):
-            yield (part, self._columns.in_scales(name, columns)), self._make_scales(name, part, view)
+        for (part, some), view in self._sources.views(name, (rows, stored.of_scales(columns))):
+            yield (part, stored.in_scales(some)), self._make_scales(name, part, view)
 
     def _make_scales(self, name: str, rows: tuple[int, int], view: Tensor) -> Tensor:
-        if self._block is None:
+        stored = self._stored[name]
+        if stored.block is None:
             return self._row_scales[name][slice(*rows)]
-        return self._numbers.make_scales(block_maxima(view, self._block), self._dtypes[name + _SCALE])
+        return stored.numbers.make_scales(block_maxima(view, stored.block), self._dtypes[name + _SCALE])
 
     def forget_merged(self) -> None:
         """Drop cached merged weights."""
@@ -228,12 +245,14 @@ def update_scales(trained: TrainedWeights, exchange: Exchange, dtypes: Mapping[s
         dtypes: in which the engines have the tensors.
     """
     assert trained.quantization is not None
+    kinds = {name: QUANTIZED_FORMATS[name_matrix_format(name, trained.quantization)] for name in trained.quantized}
+    by_rows = [name for name, kind in kinds.items() if kind.block is None]
     maxima: dict[str, Tensor] = {}
     sources = trained.sources if isinstance(trained.sources, QuantizedSources) else None
-    if QUANTIZED_FORMATS[trained.quantization].block is None:
-        counts = [trained.shapes[name][0] for name in trained.quantized]
+    if by_rows:
+        counts = [trained.shapes[name][0] for name in by_rows]
         values = torch.zeros(sum(counts), device=trained.device)
-        maxima = dict(zip(trained.quantized, values.split(counts)))
+        maxima = dict(zip(by_rows, values.split(counts)))
         if sources is not None:
             for name, part in maxima.items():
                 for rows, largest in sources.row_maxima(name, exchange.rank):

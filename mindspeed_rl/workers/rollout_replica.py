@@ -21,6 +21,7 @@ from vllm import EngineArgs
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config.device_limits import engine_adapter_rank
+from mindspeed_rl.config.quantized_formats import find_format
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import is_plain
 from mindspeed_rl.dataplane.client import DataPlane
@@ -291,7 +292,8 @@ class RolloutReplica:
             config = self.run.generate
             trained = stream.with_predictions if self.engine.syncs_drafts else stream.trained
             trained = stream.base if base_only else trained
-            trained = trained if config.quantization is None else quantize_side(trained, config.quantization)
+            if config.quantization is not None:
+                trained = quantize_side(trained, find_format(config.quantization, self.run.platform))
             stored = stored_dtypes(trained.quantized, trained.quantization)
             self.push = WeightPush(
                 replace(trained, bucket_bytes=config.update_weights_bucket_mb << 20),

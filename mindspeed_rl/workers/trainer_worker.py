@@ -18,6 +18,7 @@ from mindspeed_rl.algorithms.distillation import compute_weighted_divergence
 from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
+from mindspeed_rl.config.quantized_formats import find_format
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.head_outputs import SquaredProbs, TeacherDivergence
@@ -310,8 +311,10 @@ class TrainerWorker(ActorPhases):
                 if group not in self._pushes:
                     stream, quantization = self.actor.stream, generate.quantization
                     # each server takes the prediction layers where they make its drafts
-                    is_whole = quantization is None
-                    trained = stream.with_predictions if is_whole else quantize_side(stream.trained, quantization)
+                    if quantization is None:
+                        trained = stream.with_predictions
+                    else:
+                        trained = quantize_side(stream.trained, find_format(quantization, self.run.platform))
                     trained = replace(trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
                     is_delta = generate.update_weight_mode == "delta"
                     self._pushes[group] = self._groups[group].build_trainer_push(trained, delta=is_delta)

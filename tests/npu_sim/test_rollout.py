@@ -171,6 +171,29 @@ def test_int8_experts_have_the_log_probs_of_their_definition_after_every_sync() 
     assert calls["npu::npu_dynamic_quant"] == calls["npu::npu_quant_matmul"] + calls["npu::npu_moe_init_routing_custom"]
 
 
+INT4 = {"model": "qwen3_moe_groups", "dtype": "float32", "quantization": "w4a8"}
+
+
+def check_int4(report: dict[str, Any], rounds: int, close: float = 0.9) -> None:
+    """So many log-probs, all but those with an activation at an edge of rounding in int8, are those of the definition."""
+    assert report["close"] >= close and report["mean"] < 0.1 * (1 - close) and report["worst"] < BF16
+    assert report["equal"] == [True] * rounds and report["other_weights_differ"] and len(set(report["proven"])) == 1
+
+
+@pytest.mark.slow
+def test_int4_experts_next_to_int8_have_the_log_probs_of_their_definition_after_every_sync() -> None:
+    (report,) = run_ranks("rollout", 1, INT4)
+    check_int4(report, 2)
+    assert all(report["same_greedy"]) and len(report["proven"]) == 4
+    # elements, a scale, and the sums that kernels read beside them
+    assert report["damage"] == ["w13_weight", "w2_weight_scale", "w13_scale_bias"]
+    # attention is in int8; experts have eight elements in an int32
+    assert report["in_bytes"] == [f"self_attn.{name}.weight" for name in ("o_proj", "qkv_proj")]
+    calls = report["calls"]
+    assert calls["npu::npu_grouped_matmul"] == 2 * calls["npu::npu_moe_init_routing_custom"] > 0
+    assert calls["npu::npu_dynamic_quant"] == calls["npu::npu_quant_matmul"] + calls["npu::npu_moe_init_routing_custom"]
+
+
 BLOCKS = {"quantization": "mxfp8", "rounds": 1}
 
 
@@ -226,6 +249,29 @@ def test_int8_experts_have_the_log_probs_of_their_definition_combined_with(name:
     for report in run_ranks("rollout", ranks, EXPERTS | {"rounds": 2, "quantization": "int8"} | settings):
         assert report["worst"] < 1e-4 and all(report["same_greedy"])
         assert report["equal"] == [True, True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
+        assert report["graphs"] == (len(GRAPHS["cudagraph_capture_sizes"]) if name == "graphs" else 0)
+
+
+#: what int4 experts are combined with: device, processes, further settings of the program
+INT4_EXPERTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "all-gather on an A2": ("Ascend910B3", 2, {"sharing": 2, "prompts": [[0, 1, 2], [3]]}),
+    "MC2 on an A3": ("Ascend910_9391", 2, {"sharing": 2, "prompts": [[0, 1, 2], [3]]}),
+    "places of a map": ("Ascend910B3", 2, INT8_EXPERTS["places of a map"][1]),
+    "graphs": ("Ascend910B3", 1, INT8_EXPERTS["graphs"][1]),
+    "a 950": ("Ascend950DT_9582", 1, {}),
+    "latent attention and shared experts": ("Ascend910B3", 1, {"model": "deepseek3_groups", "cast_prompts": False}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INT4_EXPERTS)
+def test_int4_experts_have_the_log_probs_of_their_definition_combined_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, ranks, settings = INT4_EXPERTS[name]
+    monkeypatch.setenv("NPU_SIM_SOC", device)
+    for report in run_ranks("rollout", ranks, INT4 | {"rounds": 1} | settings):
+        # with latent attention there are more products, and int8 alone has as many at an edge
+        check_int4(report, 1, close=0.6 if "latent" in name else 0.9)
+        assert (report["calls"].get("npu::npu_moe_distribute_dispatch_v2", 0) > 0) == ("MC2" in name)
         assert report["graphs"] == (len(GRAPHS["cudagraph_capture_sizes"]) if name == "graphs" else 0)
 
 

@@ -332,6 +332,50 @@ def test_rows_of_a_cache_are_loaded_from_the_blocks_of_their_sequence() -> None:
     assert torch.equal(key.cpu(), expected) and torch.equal(value.cpu(), -expected)
 
 
+def test_grouped_products_of_int8_with_int4_are_those_of_whole_numbers_with_the_scales_of_their_groups() -> None:
+    torch.manual_seed(0)
+    rows = torch.randint(-127, 128, (5, 512), dtype=torch.int8)
+    weights = torch.randint(-8, 8, (3, 512, 16))  # 3 matrices of 16 columns, in groups of 256
+    scales, token_scales = (torch.rand(3, 2, 16) / 100).half().float(), torch.rand(5) / 100
+    counts, owners = torch.tensor([2, 0, 3]), [0, 0, 2, 2, 2]
+    packed = torch.zeros(3, 512, 2, dtype=torch.int64)
+    for column in range(16):
+        packed[..., column // 8] += (weights[..., column] % 16) << 4 * (column % 8)
+    packed = torch.where(packed < 1 << 31, packed, packed - (1 << 32)).int()
+    bias = torch.zeros(3, 16)
+    for k in range(512):
+        bias += 8 * weights[:, k] * scales[:, k // 256]
+    stored = torch.zeros(3, 2, 16, 2)
+    stored[..., 0] = scales
+    given = {"split_item": 2, "group_type": 0, "group_list_type": 1, "group_list": counts.to("npu")}
+    tensors = {"x": [rows.to("npu")], "weight": [packed.to("npu")], "per_token_scale": [token_scales.to("npu")]}
+    whole = {"scale": [stored.view(torch.int64)[..., 0].to("npu")], "bias": [bias.to("npu")]}
+    (result,) = torch_npu.npu_grouped_matmul(**tensors, **given, **whole, output_dtype=torch.float32)
+    for row, owner in enumerate(owners):
+        for column in range(16):
+            parts = [0.0, 0.0]
+            for k in range(512):
+                parts[k // 256] += int(rows[row, k]) * int(weights[owner, k, column])
+            total = sum(part * scales[owner, index, column].item() for index, part in enumerate(parts))
+            assert result[row, column].item() == pytest.approx(total * token_scales[row].item(), rel=1e-5, abs=1e-4)
+    # without its sums the kernel's product is with x - 8
+    (shifted,) = torch_npu.npu_grouped_matmul(
+        **tensors, **given, **whole | {"bias": [torch.zeros(3, 16).to("npu")]}, output_dtype=torch.float32
+    )
+    lacking = result.cpu() - shifted.cpu()
+    assert torch.allclose(lacking, bias[owners] * token_scales[:, None], rtol=1e-3, atol=1e-4)
+    damaged = stored.clone()
+    damaged[..., 1] = 1.0
+    for wrong, message in (
+        ({"group_list_type": 0}, "groups are counts"),
+        ({"bias": None}, "bias in float32"),
+        ({"scale": [damaged.view(torch.int64)[..., 0].to("npu")]}, "bits of float32"),
+        ({"scale": [stored.view(torch.int64)[:, :1, :, 0].to("npu")]}, "of int4 matrices"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch_npu.npu_grouped_matmul(**tensors, **given | whole | {"output_dtype": torch.bfloat16} | wrong)
+
+
 def test_grouped_products_in_int8_are_those_of_whole_numbers_with_their_scales() -> None:
     torch.manual_seed(0)
     rows, weights = torch.randint(-127, 128, (5, 8), dtype=torch.int8), torch.randint(-127, 128, (3, 8, 4), dtype=torch.int8)

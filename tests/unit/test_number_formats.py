@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
+from mindspeed_rl.config.quantized_formats import QUANTIZATIONS, QUANTIZED_FORMATS
 from mindspeed_rl.number_formats import NUMBER_FORMATS, block_maxima
 
 
@@ -81,7 +82,36 @@ def test_integers_are_the_rounded_quotients_by_the_scale_that_is_stored(
                 assert stored == (number if name == "int8" else number % 16)
 
 
-@pytest.mark.parametrize("name", NUMBER_FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4_in_pairs_of_rows_has_a_scale_in_float16_for_256_elements(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    # the last rows have scales that float16 has with fewer bits, none of them, and none at all
+    values = torch.randn(8, 512, generator=generator) * torch.tensor([1, 30, 1e-2, 1e-3, 1e4, 3e-6, 1e-9, 1e6])[:, None]
+    values[1, :256], values[2, 300] = 0, 5.0
+    values, numbers = values.to(dtype), NUMBER_FORMATS["w4a8_dynamic"]
+    scales = numbers.make_scales(block_maxima(values, QUANTIZED_FORMATS["w4a8_dynamic"].block), torch.float32)
+    elements = numbers.encode(values, scales)
+    decoded = numbers.decode(elements, scales).double()
+    assert (elements.dtype, scales.dtype, elements.shape, scales.shape) == (torch.uint8, torch.float32, (4, 512), (8, 2))
+    for row, line in enumerate(values.double().tolist()):
+        for group in range(2):
+            part = line[256 * group : 256 * group + 256]
+            # numpy rounds by itself; the largest number of float16 stands for all above it, 1 for a scale that would be 0
+            scale = float(np.float16(min(np.float32(max(map(abs, part))) / np.float32(7), 65504.0))) or 1.0
+            assert scales[row, group].item() == scale
+            for column, value in enumerate(part, 256 * group):
+                number = max(-7, min(7, round(float(np.float32(value) / np.float32(scale)))))
+                assert decoded[row, column].item() == number * scale
+                byte = int(elements[row // 2, column])
+                assert (byte >> 4 if row % 2 else byte & 15) == number % 16
+
+
+def test_bytes_of_int4_experts_are_those_of_their_kernel() -> None:
+    # half a byte of each element, 8 bytes of each scale, 4 of each row's sum
+    assert QUANTIZED_FORMATS["w4a8_dynamic"].count_bytes([(8, 512), (2, 256)], 2) == 8 * 256 + 2 * 128 + 8 * (16 + 2) + 4 * 10
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_bytes_are_those_of_the_tensors(name: str) -> None:
     values, numbers, sizes = spread_values(torch.bfloat16), NUMBER_FORMATS[name], QUANTIZED_FORMATS[name]
     scales = numbers.make_scales(block_maxima(values, sizes.block), torch.bfloat16)
@@ -111,9 +141,10 @@ def test_tokens_are_quantized_each_on_its_own() -> None:
 @pytest.mark.parametrize("name", sorted(QUANTIZED_FORMATS))
 def test_a_part_without_rows_is_quantized_to_one_without_rows(name: str) -> None:
     sizes, numbers = QUANTIZED_FORMATS[name], NUMBER_FORMATS[name]
-    values = torch.empty(0, 96)
+    width = max(96, sizes.block or 0)
+    values = torch.empty(0, width)
     scales = numbers.make_scales(block_maxima(values, sizes.block), torch.float32)
     elements = numbers.encode(values, scales)
-    assert scales.shape == (0, 96 // (sizes.block or 96))
-    assert elements.shape == (0, 96 * sizes.element_bits // 8)
-    assert numbers.decode(elements, scales).shape == (0, 96)
+    assert scales.shape == (0, width // (sizes.block or width))
+    assert elements.shape == (0, width if sizes.pairs_rows else width * sizes.element_bits // 8)
+    assert numbers.decode(elements, scales).shape == (0, width)

@@ -112,9 +112,11 @@ class GenerateConfig:
     quantization: Literal["int8", "mxfp8", "w4a8"] | None = key(None,
         "format of the engine's matrices of attention, MLP and experts, quantized from the trained weights at each weight "
         "sync; int8: a scale per row of weights and per token (W8A8); mxfp8: E4M3 with a power of two per 32 elements; w4a8: "
-        "int4 with a scale per 32 elements, int8 activations; unset: dtype",
+        "int4 with a scale per 32 elements, int8 activations; on npu only experts, per 256, all others in int8; unset: "
+        "dtype",
         "引擎中注意力、MLP 与专家矩阵的格式，每次推送时由训练权重量化；int8：权重每行、每个 token 各一个 scale（W8A8）；"
-        "mxfp8：E4M3，每 32 个元素共用一个 2 的幂；w4a8：int4 权重每 32 个元素一个 scale，激活为 int8；不设时同 dtype",
+        "mxfp8：E4M3，每 32 个元素共用一个 2 的幂；w4a8：int4 权重每 32 个元素一个 scale，激活为 int8，"
+        "npu 上只有专家如此，每 256 个元素一个 scale，其余矩阵为 int8；不设时同 dtype",
         elsewhere="rollout_quantization vllm_quantization rollout.quantization", on_resume="exact")
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = key("auto",
         "format of the engine's keys and values; auto: dtype", "引擎 KV cache 的格式；auto 同 dtype",

@@ -10,7 +10,7 @@ from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Range
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import Sizes, batch_table, round_number
 from mindspeed_rl.run.divisions import list_moved_keys, moves_devices
@@ -246,11 +246,13 @@ def _describe_samples(run: Run) -> str:
         phrases.append(_describe_drafts(generate.drafts, run.config.platform))
     if generate.quantization is not None:
         mode = rl.rollout_importance_sampling_mode or "none, and the difference of the two policies stays in the update"
-        sizes = QUANTIZED_FORMATS[generate.quantization]
+        sizes = QUANTIZED_FORMATS[find_format(generate.quantization, run.config.platform)]
         emulated = sizes.is_emulated and run.config.platform in ("cpu", "auto")
         slow = " (emulated in float32: slow, and no memory is saved)" if emulated else ""
         if run.config.platform == "npu" and sizes.npu_devices:
             slow = f" (which only {sizes.npu_devices} has)"
+        if sizes.others is not None:
+            slow = f" (experts: {sizes.weights}; all others in {sizes.others})"
         phrases.append(f"the engine's matrices are in {generate.quantization}{slow}, corrected by {mode}")
     if rl.exact_log_probs:
         count = run.config.exact_slices

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from mindspeed_rl.config import RunConfig
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.model_config import ModelConfig
@@ -15,11 +16,17 @@ _ON_CPU = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
-#: format -> those of them that vllm-ascend has quantized in a run on the simulated NPU
+#: value of the key -> those of them that vllm-ascend has quantized in a run on the simulated NPU
 _ON_NPU: dict[str, tuple[str, ...]] = {
     "int8": ("qwen3_moe", "deepseek_v3", "qwen3_vl"),
     "mxfp8": (),
+    "w4a8": ("qwen3_moe", "deepseek_v3"),
 }
+#: reason of `explain_unquantized` for models without experts in a format that only experts have
+UNQUANTIZED_DENSE = (
+    "on npu for a model without experts: only experts are in int4 there, and all other matrices in int8, because vllm-ascend "
+    "multiplies int4 of other layers by 16-bit activations; set int8, which is the same"
+)
 
 
 def explain_unquantized(name: str, model_config: ModelConfig, quantization: str, platform: str) -> str:
@@ -37,6 +44,8 @@ def explain_unquantized(name: str, model_config: ModelConfig, quantization: str,
         "gated delta nets": model_config.linear_attention is not None,
         "a vision tower": model_config.vision is not None,
     }
+    if QUANTIZED_FORMATS[find_format(quantization, platform)].others is not None and not model_config.moe_layers:
+        return UNQUANTIZED_DENSE
     has = [kind for kind, is_there in kinds.items() if is_there]
     supported_families = _ON_NPU.get(quantization, ()) if platform == "npu" else _ON_CPU
     if not has or name in supported_families:

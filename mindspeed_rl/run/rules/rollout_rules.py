@@ -11,10 +11,10 @@ from pathlib import Path
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS, RLConfig
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE
-from mindspeed_rl.run.rules.quantized_models import explain_actor
+from mindspeed_rl.run.rules.quantized_models import UNQUANTIZED_DENSE, explain_actor
 from mindspeed_rl.run.rules.violation import Broken, needs, read_key, violate
 
 _MODE = "rl_config.router_replay.mode"
@@ -321,8 +321,10 @@ def _engine_settings(run: Run) -> Iterator[Broken]:
     for name, reason in _REFUSED_SETTINGS.items():
         if additional.get(name):
             yield _own_setting(f"additional_config.{name}", f"{reason}; remove it")
-    if generate.quantization == "int8" and run.config.platform == "npu" and not _is_dense(run) and _FUSION in additional:
-        problem = "is set by this suite for experts in int8, which its fused kernels take in the NZ layout only"
+    integers = generate.quantization in ("int8", "w4a8")
+    if integers and run.config.platform == "npu" and not _is_dense(run) and _FUSION in additional:
+        experts = f"experts in {generate.quantization}"
+        problem = f"is set by this suite for {experts}, which its fused kernels take in the NZ layout only"
         yield _own_setting(f"additional_config.{_FUSION}", f"{problem}; remove it")
     if run.config.platform == "npu" and generate.kv_cache_dtype != "auto":
         text = "[kv_cache_dtype:is] is not available on npu: vllm-ascend's attention writes keys and values as they are"
@@ -486,14 +488,13 @@ def explain_quantization(run: Run, platform: str) -> Iterator[tuple[dict[str, ob
     assert generate.quantization is not None
     actor, drafts = cfg.with_shape("actor_config"), generate.drafts or {}
     is_cpu, is_npu = platform == "cpu", platform == "npu"
-    sizes = QUANTIZED_FORMATS[generate.quantization]
+    sizes = QUANTIZED_FORMATS[find_format(generate.quantization, platform)]
     compiled = sizes.is_emulated and is_cpu and not generate.enforce_eager
     kinds = [platform] if is_cpu or is_npu else ["npu", "cpu"] if platform == "auto" else []
     refused = [explain_actor(cfg, kind) for kind in kinds]
     model = refused[-1] if all(refused) and refused else ""
     for is_on, other, reason in (
         (platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
-        (is_npu and sizes.absent_on_npu, None, f"on npu: {sizes.absent_on_npu}"),
         (compiled, "enforce_eager", "with enforce_eager (false): it is emulated by Python, which is not in compiled code"),
         (is_npu and generate.dtype == "float32", "dtype", "in float32 on npu: vllm-ascend has it for bfloat16"),
         (
@@ -502,7 +503,7 @@ def explain_quantization(run: Run, platform: str) -> Iterator[tuple[dict[str, ob
         ),
         (generate.lora_push == "adapter", "lora_push", "next to an adapter; merged works"),
         (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),
-        (model and not (is_npu and sizes.absent_on_npu), None, model),
+        (model or (is_npu and sizes.others and _is_dense(run)), None, model or UNQUANTIZED_DENSE),
     ):
         if is_on:
             yield {} if other is None else {other: getattr(generate, other)}, reason

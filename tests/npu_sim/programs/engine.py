@@ -44,6 +44,9 @@ DEEPSEEK3 = {
 }  # fmt: skip
 #: the widths that the rollout's kernels of latent attention are built for
 DEEPSEEK3_LATENT = DEEPSEEK3 | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+#: scales of int4 experts are those of 256 elements
+_GROUPS = {"hidden_size": 256, "moe_intermediate_size": 512}
+DEEPSEEK3_GROUPS = DEEPSEEK3_LATENT | _GROUPS
 #: without experts, whose choice a rounding can change
 DEEPSEEK3_DENSE = DEEPSEEK3_LATENT | {"first_k_dense_replace": 2}
 #: one prediction layer each
@@ -69,8 +72,10 @@ MODELS = {
     "qwen3_moe_16": QWEN3_MOE | {"num_experts": 16},
     # a 950's scales of MXFP8 experts come in pairs: of 64 columns
     "qwen3_moe_blocks": QWEN3_MOE | {"moe_intermediate_size": 64},
+    "qwen3_moe_groups": QWEN3_MOE | _GROUPS,
     "deepseek3": DEEPSEEK3,
     "deepseek3_latent": DEEPSEEK3_LATENT,
+    "deepseek3_groups": DEEPSEEK3_GROUPS,
     "deepseek3_dense": DEEPSEEK3_DENSE,
     "deepseek3_predicting": DEEPSEEK3_PREDICTING,
     "deepseek32": DEEPSEEK32,

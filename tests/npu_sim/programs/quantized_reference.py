@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,13 +16,25 @@ KEPT = ("kv_b_proj", "in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_exp
 E4M3 = [i / 8 * 2.0**-6 for i in range(8)] + [i / 8 * 2.0**e for e in range(-6, 9) for i in range(8, 16)][:-1]
 
 
+class Float32Torch(ModuleType):
+    """torch for a module that casts to bfloat16, in which it stays in float32."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 def quantize_float32() -> None:
     """Engines with quantized matrices may be in float32, which vllm-ascend refuses because its operators take nothing wider.
 
-    The simulated ones do, and in bfloat16 nothing can be compared more closely than to two digits.
+    The simulated ones do, and in bfloat16 nothing can be compared more closely than to two digits. Products of experts in int4
+    are in bfloat16 whatever the engine is in; they stay in float32 too.
     """
+    from vllm_ascend.ops.fused_moe import moe_mlp
     from vllm_ascend.quantization.modelslim_config import AscendModelSlimConfig
 
+    moe_mlp.torch = Float32Torch("torch")
     AscendModelSlimConfig.get_supported_act_dtypes = classmethod(lambda cls: [torch.bfloat16, torch.float32])
 
 
@@ -44,6 +57,18 @@ def round_blocks(x: Tensor) -> Tensor:
     return (numbers[nearest] * blocks.sign() * scale).view(x.shape)
 
 
+def round_groups(weight: Tensor) -> Tensor:
+    """Whole numbers from -7 to 7 times max of 256 elements of a row / 7, in float16."""
+    groups = weight.reshape(len(weight), -1, 256)
+    scales = (groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7).half().double()
+    return (torch.round(groups / scales).clamp(-7, 7) * scales).view(weight.shape)
+
+
+def multiply_int4(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight^T of experts in int4, in float64."""
+    return round_rows(x.double(), torch.float32) @ round_groups(weight.double()).t()
+
+
 def multiply(x: Tensor, weight: Tensor, quantization: str, dtype: torch.dtype) -> Tensor:
     """Return x @ weight^T in a format, in float64; scales of int8 weights are stored in the engine's type."""
     x, weight = x.double(), weight.double()
@@ -60,15 +85,18 @@ def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype) ->
         done = multiply(rows, layer.weight.data, quantization, dtype).to(output.dtype).view(output.shape)
         return done if layer.bias is None else done + layer.bias
 
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return multiply_int4(x, weight) if quantization == "w4a8" else multiply(x, weight, quantization, dtype)
+
     def experts(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x, ids, factors = (one.view(-1, one.shape[-1]) for one in inputs)
         total = torch.zeros(x.shape, dtype=torch.float64)
         for token in range(len(x)):
             for expert, factor in zip(ids[token].tolist(), factors[token].tolist()):
                 row, up_down = x[token][None], (layer.gate_up_proj.data[expert], layer.down_proj.data[expert])
-                gate, up = multiply(row, up_down[0], quantization, dtype).float().chunk(2, dim=-1)
+                gate, up = product(row, up_down[0]).float().chunk(2, dim=-1)
                 inner = torch.nn.functional.silu(gate) * up
-                total[token] += factor * multiply(inner, up_down[1], quantization, dtype)[0]
+                total[token] += factor * product(inner, up_down[1])[0]
         return total.to(output.dtype).view(output.shape)
 
     for name, module in reference.named_modules():
@@ -120,25 +148,28 @@ class QuantizedSync:
         tensors = {name: value.data for name, value in model.named_parameters()}
         for name, module in model.named_modules():  # what kernels read beside the parameters
             tensors |= {f"{name}.{key}": value for key, value in vars(module).items() if key.endswith("_scale_fp32")}
-        scales = ("down_proj.weight_scale_fp32", "w13_weight_scale_fp32")
+        scales = ("down_proj.weight_scale_fp32", "w13_weight_scale_fp32", "w13_scale_bias")
         for end in ("down_proj.weight", "down_proj.weight_scale", "w13_weight", "w2_weight_scale", *scales):
             names = [name for name in tensors if name.endswith(end)]
             if not names:
                 continue
             data = tensors[names[-1]]
             elements = data.view(torch.uint8) if data.dtype.itemsize == 1 else data.view(torch.int16)
-            place = (-1,) * elements.dim()
+            # of a scale in 8 bytes the lower half, which is the number
+            place = (*(-1,) * (elements.dim() - 1), -4 if data.dtype.itemsize == 8 else -1)
             elements[place] += 1
             try:
                 self.prove()
                 detected.append(f"nothing at {names[-1]}")
             except WeightDeliveryError as error:
-                detected.append(end if names[-1].removesuffix("_fp32") in str(error) else str(error))
+                shown = names[-1].removesuffix("_fp32").replace("_scale_bias", "_weight_scale")
+                detected.append(end if shown in str(error) else str(error))
             elements[place] -= 1
         return detected
 
     def _write(self, model: Any) -> None:
         from mindspeed_rl.adaptors.engine_hooks import DERIVED
+        from mindspeed_rl.config.quantized_formats import find_format
         from mindspeed_rl.resharding.destinations import read_destinations
         from mindspeed_rl.resharding.exchange import Exchange
         from mindspeed_rl.resharding.layouts import full_slice
@@ -151,7 +182,7 @@ class QuantizedSync:
             holders = {name: {full_slice(shape): [*range(dist.get_world_size())]} for name, shape in shapes.items()}
             device = torch.device("npu", torch.npu.current_device())
             full = TrainedWeights(holders, shapes, _Sources(self, shapes), device, 1 << 20)
-            trained = quantize_side(full, self._quantization)
+            trained = quantize_side(full, find_format(self._quantization, "npu"))
             stored = stored_dtypes(trained.quantized, trained.quantization)
             load: Callable[..., Any] = model.load_weights
             destinations = read_destinations(model, load, trained.shapes, self._dtype, skip=DERIVED, stored=stored)

@@ -9,13 +9,13 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from engine import MODELS
-from quantized_reference import QuantizedSync, quantize_float32, quantize_reference
+from quantized_reference import Float32Torch, QuantizedSync, quantize_float32, quantize_reference
 from ranks import rank_settings, report
 
 PROMPTS = ([11, 12, 13, 14, 15], [40, 41], [7] * 20, [100, 3, 9, 77, 5, 61, 33])
@@ -30,13 +30,7 @@ def keep_float32() -> None:
     """
     from vllm_ascend.attention import mla_v1
 
-    class Torch(ModuleType):
-        bfloat16 = torch.float32
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-    mla_v1.torch = Torch("torch")
+    mla_v1.torch = Float32Torch("torch")
 
 
 def decode(reference: Any, prompt: list[int], sampling: Any, end: int) -> list[int]:
@@ -222,6 +216,7 @@ def main() -> None:
         result["same_alone"] = alone[0].token_ids == first[1][0]
     drifts = gaps(first, 1.0)
     result["worst"], result["mean"] = max(drifts), sum(drifts) / len(drifts)
+    result["close"] = sum(drift < 1e-5 for drift in drifts) / len(drifts)
     sampled = [value for _, log_probs in first for value in log_probs]
     result["mean_log_prob"] = sum(sampled) / max(len(sampled), 1)
     # vLLM applies min_p to no draft

@@ -9,7 +9,8 @@
 | `npu::npu_dynamic_quant`, `npu::npu_quant_matmul` | the aclnn kernels of int8 products, of the second also of MXFP8 |
 | `npu::npu_dynamic_mx_quant`, `npu::npu_grouped_matmul_swiglu_quant_v2` | the aclnn kernels of MXFP8 of a 950 |
 | `npu::npu_top_k_top_p` | the aclnn kernel of sampling from fewer tokens |
-| `npu::npu_grouped_matmul`, `npu::npu_moe_token_permute`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
+| `npu::npu_grouped_matmul`, `npu::npu_moe_token_permute`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts, of \
+the first also of int4 |
 | `npu::npu_all_gather_base_mm`, `npu::npu_mm_reduce_scatter_base` | see `parallel_products` |
 | `npu::npu_moe_distribute_dispatch`, `npu::npu_moe_distribute_combine`, `_v2` of both | see `mc2` |
 | `atb::npu_paged_cache_load`, `npu::npu_attention_update` | the kernels of latent attention's chunks |
@@ -492,7 +493,7 @@ def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **settings: Any) -> l
     """Each group of rows times its own matrix; one tensor of rows and one of matrices.
 
     Of int8 rows and matrices the sums are whole numbers, the result itself (int32), or times a scale of each column of each
-    matrix and one of each row: y = (x @ weight) scale per_token_scale.
+    matrix and one of each row: y = (x @ weight) scale per_token_scale. Matrices in int32 are int4: see `_grouped_matmul_a8w4`.
     """
     known = ("bias", "split_item", "group_list", "group_type", "group_list_type", "scale", "per_token_scale", "output_dtype")
     known += ("scale_dtype", "per_token_scale_dtype")
@@ -500,6 +501,8 @@ def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **settings: Any) -> l
     if refused or len(x) != 1 or len(weight) != 1 or settings.get("group_type") != 0:
         raise RuntimeError(f"npu_grouped_matmul: this form is not simulated ({', '.join(refused) or 'several tensors'})")
     (rows,), (matrices,), bias = x, weight, settings.get("bias")
+    if matrices.dtype == torch.int32:
+        return [_grouped_matmul_a8w4(rows, matrices, **settings)]
     scale, token_scale = settings.get("scale") or [None], settings.get("per_token_scale") or [None]
     if rows.dtype == torch.float8_e4m3fn:
         _check_mx("npu_grouped_matmul", settings, "scale_dtype", "per_token_scale_dtype")
@@ -522,6 +525,45 @@ def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **settings: Any) -> l
         out[start : start + count] = part if not bias else part + bias[0][group].float()
         start += count
     return [out.to(kind or rows.dtype)]
+
+
+def _grouped_matmul_a8w4(rows: Tensor, matrices: Tensor, **settings: Any) -> Tensor:
+    """Int8 rows times int4 with a scale for 256 elements of a column: y = ((x - 8) weight scale + bias) per_token_scale.
+
+    The definition, and what the operator takes, are those of aclnnGroupedMatmulV5 (repository cann/ops-transformer, section
+    A8W4 of its documentation for A2 and A3). `bias` is required: 8 weight scale, summed over the rows of a matrix; with it, y
+    is x weight scale per_token_scale; it is added whatever it is, as the device does. Results may be in float32 too, which the
+    device does not have: nothing can be compared closely in 16 bits.
+
+    Args:
+        rows: [T, K] int8.
+        matrices: [groups, K, N / 8] int32, each the int4 numbers of 8 columns, the first one in the lowest bits.
+        settings: scale [groups, K / 256, N] int64, a float32 in its lower half; bias [groups, N] float32; per_token_scale [T].
+    """
+    name = "npu_grouped_matmul"
+    (scale,), (bias,), (token_scale,) = (settings.get(key) or [None] for key in ("scale", "bias", "per_token_scale"))
+    given = {key: None if value is None else value.dtype for key, value in (("scale", scale), ("bias", bias))}
+    kind = _read_dtype(settings.get("output_dtype"))
+    if rows.dtype != torch.int8 or given != {"scale": torch.int64, "bias": torch.float32} or token_scale is None:
+        raise RuntimeError(f"{name}: int4 matrices take int8 rows with scales in int64 and a bias in float32, not {given}")
+    if settings.get("group_list_type") != 1 or kind is None or not kind.is_floating_point or not matrices.is_contiguous():
+        raise RuntimeError(f"{name}: with int4 matrices groups are counts, and results floating-point numbers, not {kind}")
+    count, width = matrices.shape[:2]
+    columns = 8 * matrices.shape[2]
+    if width % 256 or width > 18432 or scale.shape != (count, width // 256, columns) or bias.shape != (count, columns):
+        shapes = f"scales {list(scale.shape)}, bias {list(bias.shape)}"
+        raise RuntimeError(f"{name}: {shapes} of int4 matrices [{width}, {columns}]")
+    halves = scale.contiguous().view(torch.float32).unflatten(-1, (-1, 2))
+    if halves[..., 1].view(torch.int32).any() or not torch.equal(halves[..., 0], halves[..., 0].half().float()):
+        raise RuntimeError(f"{name}: scales of int4 are the bits of float32 numbers that float16 has")
+    numbers = torch.stack([(matrices << 28 - 4 * place) >> 28 for place in range(8)], dim=-1).flatten(2)
+    scaled = (numbers.double().unflatten(1, (-1, 256)) * halves[..., :1].transpose(-1, -2).double()).flatten(1, 2)
+    out, start = torch.zeros(len(rows), columns, dtype=torch.float64), 0
+    for group, size in enumerate(settings["group_list"].tolist()):
+        part = (rows[start : start + size].double() - 8) @ scaled[group] + bias[group].double()
+        out[start : start + size] = part * token_scale[start : start + size, None].double()
+        start += size
+    return out.to(kind)
 
 
 #: the dispatcher gives types by their numbers, torch_npu some by numbers of its own

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.adaptors import vllm_ascend, vllm_ascend_quantized
+from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.resharding.destinations import read_destinations
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 128
+DERIVED_ENDS = tuple(name.removeprefix(".") for name in DERIVED)
 
 
 def parameter(values: Tensor) -> nn.Parameter:
@@ -61,6 +63,94 @@ def list_places(layer: nn.Module) -> dict[str, tuple[object, ...]]:
     copies = {name: value for name, value in vars(layer).items() if name.endswith("_fp32")}
     tensors = dict(layer.named_parameters()) | copies
     return {name: (value.data_ptr(), value.shape, value.stride(), value.dtype) for name, value in tensors.items()}
+
+
+def build_int4(columns: int) -> nn.Module:
+    """Experts in int4 as vllm-ascend leaves them after its own load, with meaningless values everywhere."""
+    layer = nn.Module()
+    layer.weight_loader = None
+    for name, rows in (("w13", 16), ("w2", 8)):
+        for end, values in {
+            "weight": torch.full((EXPERTS, columns, rows // 8), 0x12345678, dtype=torch.int32),
+            "weight_scale": torch.full((EXPERTS, columns // 256, rows), -1),
+            "weight_offset": torch.ones(EXPERTS, rows, 1),
+            "scale_bias": torch.ones(EXPERTS, rows),
+        }.items():
+            layer.register_parameter(f"{name}_{end}", parameter(values))
+    return layer
+
+
+@pytest.mark.parametrize("columns", [256, 512])
+def test_kernels_see_int4_where_they_saw_it_first_and_the_sums_that_belong_to_it(columns: int) -> None:
+    layer, hooks = build_int4(columns), vllm_ascend.VllmAscendHooks()
+    model = nn.ModuleDict({"layer": layer})
+    before = list_places(layer)
+    for seed in range(2):
+        hooks.before_load(model)
+        generator = torch.Generator().manual_seed(seed)
+        loaded: dict[str, Tensor] = {}
+        for name, rows in (("w13", 16), ("w2", 8)):
+            # as a checkpoint has them: two rows in a byte, a float16 for 256 columns
+            loaded[f"{name}_weight"] = torch.randint(0, 256, (EXPERTS, rows // 2, columns), generator=generator).byte()
+            scales = torch.rand(EXPERTS, rows, columns // 256, generator=generator)
+            loaded[f"{name}_weight_scale"] = scales.half().float()
+        for name, values in loaded.items():
+            held = layer.get_parameter(name)
+            assert (held.shape, held.dtype) == (values.shape, values.dtype)
+            held.data.copy_(values)
+        hooks.after_load(model)
+        assert list_places(layer) == before
+        for name, rows in (("w13", 16), ("w2", 8)):
+            kernel, scales = layer.get_parameter(f"{name}_weight"), layer.get_parameter(f"{name}_weight_scale")
+            assert not layer.get_parameter(f"{name}_weight_offset").any()
+            for expert in range(EXPERTS):
+                for row in range(rows):
+                    total = 0.0
+                    for column in range(columns):
+                        byte = int(loaded[f"{name}_weight"][expert, row // 2, column])
+                        number = byte >> 4 if row % 2 else byte & 15
+                        assert (int(kernel[expert, column, row // 8]) >> 4 * (row % 8)) & 15 == number
+                        scale = loaded[f"{name}_weight_scale"][expert, row, column // 256].item()
+                        total += 8 * (number - 16 * (number > 7)) * scale
+                    bias = layer.get_parameter(f"{name}_scale_bias")[expert, row].item()
+                    assert bias == pytest.approx(total, rel=1e-6, abs=1e-3)
+                    for index in range(columns // 256):  # the bits of a float32, and nothing above them
+                        bits = loaded[f"{name}_weight_scale"][expert, row, index].view(torch.int32).item()
+                        assert int(scales[expert, index, row]) == bits
+        unpacks = hooks.unpack(model)
+        assert set(unpacks) == {f"layer.{name}" for name in loaded}
+        for name, values in loaded.items():
+            read = torch.stack([unpacks[f"layer.{name}"](matrix) for matrix in layer.get_parameter(name)])
+            assert torch.equal(read, values)
+        # the proof sees another sum, and a bit above a scale's, in the row that has it
+        for damaged, place in (("w13_scale_bias", (1, 3)), ("w13_weight_scale", (1, 0, 3))):
+            held = layer.get_parameter(damaged).data
+            held[place] += 1 << 40 if held.dtype == torch.int64 else 1
+            wrong = unpacks["layer.w13_weight_scale"](layer.w13_weight_scale[1]).isnan()
+            assert wrong.any(1).nonzero().flatten().tolist() == [3]
+            held[place] -= 1 << 40 if held.dtype == torch.int64 else 1
+
+
+def test_sleep_keeps_no_copy_of_int4_that_a_push_replaces() -> None:
+    layer, shapes = build_int4(512), dict[str, tuple[int, ...]]()
+    for expert in range(EXPERTS):
+        for name, rows in (("w13", 16), ("w2", 8)):
+            shapes |= {f"{name}_weight.{expert}": (rows // 2, 512), f"{name}_weight_scale.{expert}": (rows, 2)}
+
+    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            parameter_name, _, expert = name.rpartition(".")
+            layer.get_parameter(parameter_name).data[int(expert)].copy_(tensor)
+
+    stored = {name: torch.float32 if "scale" in name else torch.uint8 for name in shapes}
+    vllm_ascend_quantized.before_load(layer)
+    held = nn.ParameterDict({name: value for name, value in layer.named_parameters() if not name.endswith(DERIVED_ENDS)})
+    result = read_destinations(held, load, shapes, torch.bfloat16, stored=stored)
+    vllm_ascend_quantized.after_load(layer)
+    unpacks = dict(vllm_ascend_quantized.list_unpacks(layer))
+    parameters = {name: value.data for name, value in layer.named_parameters() if not name.endswith(DERIVED_ENDS)}
+    replaced = {value.data_ptr() for value in result.list_replaced(parameters, {name.lstrip(".") for name in unpacks})}
+    assert replaced == {value.data_ptr() for value in parameters.values()}
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8 experts", "MXFP8", "MXFP8 experts"])
@@ -147,7 +237,23 @@ def test_a_description_names_each_matrix_and_the_experts_of_a_layer_once() -> No
     }
 
 
-@pytest.mark.parametrize(("quantization", "message"), [("w4a8", "not available in this engine"), ("mxfp8", "Ascend 950")])
+def test_w4a8_is_described_as_int4_for_experts_and_int8_for_all_others() -> None:
+    names = {"model.layers.0.self_attn.q_proj.weight": True, "model.layers.0.mlp.shared_experts.up_proj.weight": True}
+    names |= {"model.layers.0.mlp.experts.0.up_proj.weight": True, "model.layers.0.mlp.gate.weight": False}
+    assert vllm_ascend_quantized.describe_model("w4a8", names) == {
+        "quant_method": "ascend",
+        "version": "1.0.0",
+        "group_size": 256,
+        "lm_head.weight": "FLOAT",
+        "model.layers.0.self_attn.q_proj.weight": "W8A8_DYNAMIC",
+        "model.layers.0.mlp.shared_experts.up_proj.weight": "W8A8_DYNAMIC",
+        "model.layers.0.mlp.experts.weight": "W4A8_DYNAMIC",
+        "model.layers.0.mlp.experts.0.up_proj.weight": "W4A8_DYNAMIC",
+        "model.layers.0.mlp.gate.weight": "FLOAT",
+    }
+
+
+@pytest.mark.parametrize(("quantization", "message"), [("int3", "not available in this engine"), ("mxfp8", "Ascend 950")])
 def test_a_format_that_the_device_does_not_have_is_refused(quantization: str, message: str) -> None:
     with pytest.raises(ValueError, match=rf"generate_config.quantization \({quantization}\) .*{message}"):
         vllm_ascend_quantized.describe_model(quantization, {})

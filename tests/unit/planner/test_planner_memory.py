@@ -212,10 +212,14 @@ def test_the_bytes_of_quantized_matrices_are_those_of_elements_and_scales() -> N
     matrices = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
     matrices += 128 * [(768, 2048), (768, 2048), (2048, 768)]
     elements = 48 * sum(rows * columns for rows, columns in matrices)
+    # attention in int8; of experts half a byte, 8 bytes of each scale of 256, and 4 of a row's sum
+    in_int8 = 48 * sum(rows * columns + 2 * rows for rows, columns in matrices[:4])
+    in_int4 = 48 * sum(rows * columns // 2 + rows * (columns // 256 * 8 + 4) for rows, columns in matrices[4:])
     for name, expected in (
         ("int8", elements + 2 * 48 * sum(rows for rows, _ in matrices)),  # a scale of bfloat16 per row
         ("mxfp8", elements + elements // 32),  # a byte per 32
         ("w4a8", elements // 2 + 2 * elements // 32),  # half a byte, and a scale of bfloat16 per 32
+        ("w4a8_dynamic", in_int8 + in_int4),
     ):
         assert _count_quantized_bytes(architecture, model_config, 1, 1, name, 2) == expected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from engine_model import EngineModel, EngineRank
@@ -15,7 +16,7 @@ from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import Slice, full_slice
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
-from mindspeed_rl.resharding.quantization import quantize_side, stored_dtypes
+from mindspeed_rl.resharding.quantization import quantize_side, quantize_tensors, stored_dtypes
 from mindspeed_rl.resharding.trained_weights import TrainedWeights
 
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -137,6 +138,74 @@ def test_a_block_format_arrives_from_shards_of_columns_as_the_whole_is_quantized
     held[f"{DOWN}_scale"][63, 9] += 1
     with pytest.raises(WeightDeliveryError, match=f"1 parameters .* differ from those trained: {DOWN}_scale"):
         push.prove(engine)
+
+
+EXPERTS_SHAPES = {
+    "model.layers.0.self_attn.o_proj.weight": (512, 512),
+    **{f"model.layers.0.mlp.experts.{expert}.{kind}_proj.weight": (256, 512) for expert in range(2) for kind in ("gate", "up")},
+    **{f"model.layers.0.mlp.experts.{expert}.down_proj.weight": (512, 256) for expert in range(2)},
+    NORM: (512,),
+}
+
+
+def push_experts(tensors: dict[str, torch.Tensor], edge: int, bucket: int) -> tuple[WeightPush, EngineModel]:
+    """Push from shards that each have the rows up to this edge of all matrices, or those behind it."""
+    held: dict[str, dict[Slice, list[int]]] = {}
+    for name, (rows, *others) in EXPERTS_SHAPES.items():
+        columns = full_slice(tuple(others))
+        held[name] = {((0, edge), *columns): [0], ((edge, rows), *columns): [0]}
+    trained = TrainedWeights(held, EXPERTS_SHAPES, Held(tensors), torch.device("cpu"), bucket)
+    side = quantize_side(trained, "w4a8_dynamic")
+    engine = EngineModel(side.shapes, EngineRank(1, 0, num_experts=2, quantization="w4a8_dynamic"), torch.bfloat16)
+    stored = stored_dtypes(side.quantized, "w4a8_dynamic")
+    result = read_destinations(engine, engine.load_weights, side.shapes, torch.bfloat16, stored=stored)
+    push = WeightPush(side, result, Exchange.from_world())
+    push.write(engine)
+    return push, engine
+
+
+def test_experts_in_int4_and_other_matrices_in_int8_arrive_from_shards_of_rows(group: None) -> None:
+    generator = torch.Generator().manual_seed(4)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in EXPERTS_SHAPES.items()}
+    push, engine = push_experts(tensors, 100, 1 << 14)
+    held = {name: parameter.data for name, parameter in engine.named_parameters()}
+    for expert in range(2):
+        for kind, parameter, first in (("gate", "w13", 0), ("up", "w13", 256), ("down", "w2", 0)):
+            whole = tensors[f"model.layers.0.mlp.experts.{expert}.{kind}_proj.weight"].double()
+            stored = held[f"model.layers.0.mlp.experts.{parameter}_weight"][expert]
+            scales = held[f"model.layers.0.mlp.experts.{parameter}_weight_scale"][expert].double()
+            assert stored.dtype == torch.uint8
+            for row in range(0, len(whole), 37):
+                for group_of_row, part in enumerate(whole[row].split(256)):
+                    scale = float(np.float16(np.float32(part.abs().max()) / np.float32(7)))
+                    assert scales[first + row, group_of_row] == scale
+                    bytes_of_row = stored[(first + row) // 2, 256 * group_of_row : 256 * group_of_row + 256].int()
+                    numbers = bytes_of_row >> 4 if row % 2 else bytes_of_row & 15
+                    wanted = [round(max(-7.0, min(7.0, value / scale))) % 16 for value in part.tolist()]
+                    assert numbers.tolist() == wanted
+    attention = "model.layers.0.self_attn.o_proj.weight"
+    assert held[attention].dtype == torch.int8 and held[f"{attention}_scale"].shape == (512, 1)
+    largest = tensors[attention].abs().amax(1) / 127
+    assert torch.equal(held[f"{attention}_scale"][:, 0].float(), largest.float())
+    # matrices and scales of seven, and the norm
+    assert push.prove(engine).num_tensors == 15
+    for name, place in (("w2_weight", (1, 250, 3)), ("w13_weight_scale", (0, 511, 1)), ("w13_weight", (0, 0, 0))):
+        flat = held[f"model.layers.0.mlp.experts.{name}"]
+        flat[place] += 1
+        with pytest.raises(WeightDeliveryError, match=f"1 parameters .* differ from those trained: .*{name}"):
+            push.prove(engine)
+        flat[place] -= 1
+    # quantized in one piece, all of it is the same
+    full = dict(quantize_tensors(tensors.items(), "w4a8_dynamic", torch.float32))
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    assert torch.equal(full[name], held["model.layers.0.mlp.experts.w13_weight"][1, 128:])
+    assert torch.equal(full[f"{name}_scale"], held["model.layers.0.mlp.experts.w13_weight_scale"][1, 256:])
+
+
+def test_a_byte_whose_rows_are_on_two_ranks_is_refused(group: None) -> None:
+    tensors = {name: torch.zeros(shape) for name, shape in EXPERTS_SHAPES.items()}
+    with pytest.raises(RuntimeError, match=r"rows 0 to 33 of .*experts.0.gate.*quantization w4a8_dynamic needs multiples of 2"):
+        push_experts(tensors, 33, 1 << 14)
 
 
 @pytest.mark.parametrize("quantization", ["mxfp8", "w4a8"])

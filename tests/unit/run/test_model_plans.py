@@ -112,6 +112,7 @@ def test_a_policy_that_the_engine_does_not_compute_is_refused_before_a_worker_st
         ("qwen3-moe", "cpu", "int8", ""),
         ("qwen3-moe", "npu", "int8", ""),
         ("mixtral", "npu", "int8", "mixtral, which has experts, on npu, where no run has proven its layout; among such"),
+        ("mixtral", "npu", "w4a8", "mixtral, which has experts, on npu, where no run has proven its layout; among such"),
         ("mixtral", "npu", "mxfp8", "mixtral, which has experts, on npu, where no run has proven its layout; among such"),
     ],
 )
@@ -155,6 +156,40 @@ def test_rows_that_are_not_whole_blocks_on_a_rank_are_refused(
             plan_models(run)
     else:
         assert plan_models(run).models["actor"].plan.model_config.moe_layers
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "said"),
+    [
+        ((256, 512), 1, ""),
+        ((64, 512), 1, "experts.0.gate_proj.weight has 64, on 1 tensor-parallel ranks of the trainer"),
+        ((256, 256), 2, "down_proj.weight has 256, on 2 tensor-parallel ranks of the trainer"),
+    ],
+)
+def test_rows_of_int4_experts_that_are_not_whole_groups_on_a_rank_are_refused_on_npus(
+    tmp_path: Path, sizes: tuple[int, int], ranks: int, said: str
+) -> None:
+    words = ["model.tiny_qwen25.num_layers=null", "generate_config.quantization=w4a8", "rl_config.actor_resource.num_npus=2"]
+    words.append(f"actor_config.expert_tensor_parallel_size={ranks}")
+    config = tiny_models.hf_config_of(tiny_models.make_hf_model("qwen3-moe"))
+    config |= dict(zip(("hidden_size", "moe_intermediate_size"), sizes))
+    cfg = with_model(load_run_config("grpo_tiny_cpu", None, words), tmp_path, config)
+    run = resolve(with_model_configs(cfg), platform="npu")
+    if not said:
+        assert plan_models(run).models["actor"].plan.model_config.moe_layers
+        return
+    needs = "generate_config.quantization (w4a8) needs a multiple of 256 elements of a row on each rank"
+    with pytest.raises(ValueError, match=f"{re.escape(needs)}.*{re.escape(said)}"):
+        plan_models(run)
+
+
+def test_a_model_without_experts_has_no_int4_on_npus(tmp_path: Path) -> None:
+    words = ["model.tiny_qwen25.num_layers=null", "generate_config.quantization=w4a8"]
+    config = tiny_models.hf_config_of(tiny_models.make_hf_model("qwen2")) | {"intermediate_size": 128}
+    cfg = with_model_configs(with_model(load_run_config("grpo_tiny_cpu", None, words), tmp_path, config))
+    assert plan_models(resolve(cfg, platform="cpu"))
+    with pytest.raises(ValueError, match=r"quantization \(w4a8\) is not available on npu for a model without experts"):
+        plan_models(resolve(cfg, platform="npu"))
 
 
 def test_a_written_key_that_contradicts_the_model_is_an_error(tmp_path: Path) -> None:

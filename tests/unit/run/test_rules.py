@@ -605,7 +605,19 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ),
     (
         {"platform": "npu", G: {"quantization": "w4a8", "dtype": "bfloat16"}},
-        *("quantization", ["quantization (w4a8)", "W4A8_DYNAMIC", "another number format", "int8 works"]),
+        *("quantization", ["quantization (w4a8)", "for a model without experts", "only experts are in int4", "set int8"]),
+    ),
+    (
+        {"platform": "npu", M: EXPERTS, G: {"quantization": "w4a8", "infer_tensor_parallel_size": 2}},
+        *("quantization", ["quantization (w4a8)", "for experts on npu with infer_tensor_parallel_size (2)"]),
+    ),
+    (
+        {
+            "platform": "npu",
+            M: EXPERTS,
+            G: {"quantization": "w4a8", "additional_config": {"ascend_fusion_config": {"fusion_ops_gmmswigluquant": True}}},
+        },
+        *("own_engine_setting", ["additional_config.ascend_fusion_config", "experts in w4a8", "remove it"]),
     ),
     (
         {"platform": "cpu", G: {"quantization": "mxfp8", "enforce_eager": False}},
