@@ -224,8 +224,9 @@ def _run_pilots(layouts: Sequence[Layout], run: Run, folder: Path, arguments: ar
     box = _Box(time.monotonic() + 60 * arguments.minutes, 60 * arguments.pilot_minutes)
     pilots: list[Pilot] = []
     # by name: it imports torch
-    forks = registry.load("mindspeed_rl.platform:platform_class", "plan tune")(run.platform).forks
-    server = shared_fork_server(run.platform, TRAINING if run.config.is_supervised else RL)
+    platform = registry.load("mindspeed_rl.platform:resolve_name", "plan tune")(run.platform)
+    forks = registry.load("mindspeed_rl.platform:platform_class", "plan tune")(platform).forks
+    server = shared_fork_server(platform, TRAINING if run.config.is_supervised else RL)
     with server if forks else contextlib.nullcontext({}) as environment:
         for index, layout in enumerate(layouts):
             print_status(f"pilot {index + 1} of {len(layouts)}: {layout}")
