@@ -25,6 +25,22 @@ def quantize_float32() -> None:
     AscendModelSlimConfig.get_supported_act_dtypes = classmethod(lambda cls: [torch.bfloat16, torch.float32])
 
 
+def return_float32() -> None:
+    """Experts in MXFP8 return float32, of an engine that is built.
+
+    vllm-ascend has them return bfloat16 in a model of bfloat16 and float16 in any other, for which the format is not made.
+    """
+    from vllm_ascend.device.device_op import A5DeviceAdaptor
+
+    read_types = A5DeviceAdaptor.get_quant_gmm2_kwargs
+
+    def widen(*, use_mxfp_quant: bool = False, **others: Any) -> dict[str, Any]:
+        types = read_types(use_mxfp_quant=use_mxfp_quant, **others)
+        return types | {"output_dtype": torch.float32} if use_mxfp_quant else types
+
+    A5DeviceAdaptor.get_quant_gmm2_kwargs = staticmethod(widen)
+
+
 def round_rows(x: Tensor, scale_dtype: torch.dtype) -> Tensor:
     """Whole numbers from -127 to 127 times max |row| / 127, which is stored in a type."""
     scales = (x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127).to(scale_dtype).double()

@@ -15,28 +15,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import MODELS
-from quantized_reference import QuantizedSync, quantize_float32, quantize_reference
+from quantized_reference import QuantizedSync, quantize_float32, quantize_reference, return_float32
 from ranks import rank_settings, report
 
 PROMPTS = ([11, 12, 13, 14, 15], [40, 41], [7] * 20, [100, 3, 9, 77, 5, 61, 33])
 NEW_TOKENS = 8
 
 
-def keep_float32() -> None:
-    """Latent attention of prompts is computed in float32 where the model is.
+class _Torch(ModuleType):
+    """torch with other formats under some names."""
 
-    vllm-ascend casts to bfloat16 and back there, because the device's operator takes nothing wider. The simulated one does, and
-    behind the cast nothing can be compared more closely than to two digits.
+    def __init__(self, **formats: torch.dtype) -> None:
+        super().__init__("torch")
+        vars(self).update(formats)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def keep_float32() -> None:
+    """Latent attention and gated delta nets compute prompts in float32 where the model is in it.
+
+    vllm-ascend casts the first to bfloat16 and back, and refuses float32 in the second, because the device's operators take
+    nothing wider. The simulated ones do, and behind the cast nothing can be compared more closely than to two digits.
     """
     from vllm_ascend.attention import mla_v1
+    from vllm_ascend.ops.triton.fla import chunk
 
-    class Torch(ModuleType):
-        bfloat16 = torch.float32
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-    mla_v1.torch = Torch("torch")
+    mla_v1.torch = _Torch(bfloat16=torch.float32)
+    # float32, which it refuses, is float64 to it
+    chunk.torch = _Torch(bfloat16=torch.float32, float32=torch.float64)
 
 
 def decode(reference: Any, prompt: list[int], sampling: Any, end: int) -> list[int]:
@@ -141,6 +149,8 @@ def main() -> None:
     )
     if not settings.get("cast_prompts", True):
         keep_float32()
+    if config.quantization == "mxfp8" and torch_dtype == torch.float32:
+        return_float32()
     numbers = settings["prompts"][rank] if "prompts" in settings else range(len(PROMPTS))
     prompts = [PROMPTS[number] for number in numbers]
     requests = [GenerationRequest(list(prompt), 7 + number) for number, prompt in zip(numbers, prompts)]

@@ -20,9 +20,11 @@
 | `_C_ascend::npu_dequant_swiglu_quant` | the same, of experts in int8 |
 | `vllm::triton_split_qkv_rmsnorm_mrope` | vllm-ascend's Triton kernel of attention with norms and three rotary axes |
 | models that run as they are written | torch's compiler, which vLLM calls for `enforce_eager: false` |
+| `_C_ascend` operators and Triton kernels of gated delta nets | see `delta_nets` |
 | slot mapping of the block table | vLLM's Triton kernel `_compute_slot_mapping_kernel`, for one context-parallel rank |
 | `vllm_ascend_C` | the wheel's extension: sleep mode's allocator only (`cann/camem.cpp`) |
-| all other custom operators (`_C_ascend`), Triton | said to be absent, so vllm-ascend takes its paths without them |
+| all other custom operators (`_C_ascend`) | said to be absent, so vllm-ascend takes its paths without them |
+| Triton | the same; kernels that are called in any case run by its interpreter, see `delta_nets` |
 
 All of it computes on CPU views of device memory. What is asked for in a form that is not here is an error that names it.
 """
@@ -39,7 +41,7 @@ from typing import Any
 
 import torch
 
-from simulator import calls, mc2, parallel_products
+from simulator import calls, delta_nets, mc2, parallel_products
 from simulator.fused import Tensor, _kernel, _rms_norm, _rotary
 from simulator.graphs import recorded
 from simulator.memory import cpu_view, device_copy
@@ -868,6 +870,8 @@ AFTER_IMPORT = {
     "vllm_ascend.utils": _without_custom_operators,
     "vllm.triton_utils.importing": _without_triton,
     "vllm.compilation.decorators": _without_compiler,
+    "vllm.triton_utils": delta_nets.triton_by_interpreter,
+    "vllm_ascend.ops.triton.triton_utils": delta_nets.triton_of_ascend,
 }
 
 
@@ -902,9 +906,12 @@ def install() -> None:
         write = recorded(f"npu::{name}.out", _into(function))
         npu.impl(getattr(torch.ops.npu, name).out, write, "PrivateUse1", allow_override=True)
     custom = torch.library.Library("_C_ascend", "DEF")
-    for name, (schema, function) in _CUSTOM.items():
+    for name, (schema, function) in (_CUSTOM | delta_nets.OPERATORS).items():
         custom.define(name + schema)
         custom.impl(name, _kernel(name, function), "PrivateUse1")
+    for name, (schema, function) in delta_nets.WRITING.items():
+        custom.define(name + schema)
+        custom.impl(name, recorded(f"_C_ascend::{name}", function), "PrivateUse1")
     for name, schema in _ADAPTERS.items():
         custom.define(name + schema)
         custom.impl(name, recorded(f"_C_ascend::{name}", _adapter_kernel(name)), "PrivateUse1")
