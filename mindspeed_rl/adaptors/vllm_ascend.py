@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from mindspeed_rl.adaptors import vllm_ascend_experts, vllm_ascend_quantized, vllm_ascend_sampling
+from mindspeed_rl.adaptors import vllm_ascend_experts, vllm_ascend_quantized, vllm_ascend_sampling, vllm_hybrid_texts
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_attention
 from mindspeed_rl.adaptors.vllm_ascend_sleep import KeptMemory
 from mindspeed_rl.config import GenerateConfig
@@ -255,6 +255,9 @@ class VllmAscendHooks(EngineHooks):
             read_expert_map(Path(config.expert_map_path))
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}
         return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
+
+    def override_config(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        return vllm_hybrid_texts.override_config(hf_config)
 
     def quantization_config(self, quantization: str, list_names: Callable[[], Mapping[str, bool]]) -> dict[str, Any]:
         return vllm_ascend_quantized.describe_model(quantization, list_names())

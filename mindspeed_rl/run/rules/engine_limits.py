@@ -45,7 +45,11 @@ _LIMITS = {
         linear_prefixes=False,  # their states are kept between chunks of a prompt, and here a prompt is not cut (vllm_cpu.py)
         sparse=False,  # vLLM 0.32 has no backend of sparse attention there
         sequences=32,
-    )
+    ),
+    "npu": _EngineLimits(
+        linear_dtypes=("bfloat16",),  # vllm-ascend 0.23 asserts it for prompts, its recurrent operator takes nothing else
+        linear_prefixes=False,  # no run has proven the states that it keeps with them
+    ),
 }
 _OTHERS = _EngineLimits()
 

@@ -18,8 +18,10 @@ _ON_CPU = (
 #: format -> those of them that vllm-ascend has quantized in a run on the simulated NPU
 _ON_NPU: dict[str, tuple[str, ...]] = {
     "int8": ("qwen3_moe", "deepseek_v3", "qwen3_vl"),
-    "mxfp8": (),
+    "mxfp8": ("qwen3_moe",),
 }
+#: elements of a row whose scales vllm-ascend stores together, of experts in MXFP8
+_PAIR = 64
 
 
 def explain_unquantized(name: str, model_config: ModelConfig, quantization: str, platform: str) -> str:
@@ -40,7 +42,10 @@ def explain_unquantized(name: str, model_config: ModelConfig, quantization: str,
     has = [kind for kind, is_there in kinds.items() if is_there]
     supported_families = _ON_NPU.get(quantization, ()) if platform == "npu" else _ON_CPU
     if not has or name in supported_families:
-        return ""
+        sizes = {"hidden_size": model_config.hidden_size, "moe_intermediate_size": model_config.moe_ffn_hidden_size}
+        is_paired = platform == "npu" and quantization == "mxfp8" and bool(model_config.moe_layers)
+        odd = [f"{key} is {size}" for key, size in sizes.items() if is_paired and size and size % _PAIR]
+        return f"for experts on npu whose rows are no multiples of {_PAIR} elements ({', '.join(odd)}); set int8" if odd else ""
     unproven = ", on npu, where no run has proven its layout" if platform == "npu" else ""
     listed = ", ".join(supported_families) or "none"
     return f"for {name}, which has {has[0]}{unproven}; among such models it has {listed}; leave it out"

@@ -470,8 +470,9 @@ def _quantization(run: Run) -> Iterator[Broken]:
     cfg, generate, key = run.config, run.generate, "generate_config.quantization"
     if generate.quantization is None:
         return
+    mended: dict[str, object] = {"enforce_eager": True, "infer_moe_token_dispatcher_type": "allgather"}
     for keys, reason in explain_quantization(run, cfg.platform):
-        change = {"generate_config.enforce_eager": True} if "enforce_eager" in keys else {key: None}
+        change = {f"generate_config.{name}": mended[name] for name in keys if name in mended} or {key: None}
         yield violate("quantization", f"[{key}] is not available {reason}", change, keys=keys)
 
 
@@ -521,6 +522,10 @@ def explain_unproven(run: Run) -> Iterator[tuple[dict[str, object], str]]:
     ):
         if is_on:
             yield {name: value}, f"for experts on npu with {name} ({value}): no run on the simulated NPU has proven it"
+    exchange = generate.infer_moe_token_dispatcher_type
+    if generate.quantization == "mxfp8" and generate.enable_expert_parallel and exchange != "allgather":
+        reason = "MC2 sends the results of experts in 8 bits too, which is not the format; set allgather"
+        yield {"infer_moe_token_dispatcher_type": exchange}, f"for experts on npu that engines share, with {exchange}: {reason}"
 
 
 #: platform without `exact_log_probs` -> the reason

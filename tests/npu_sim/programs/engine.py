@@ -82,9 +82,14 @@ QWEN35 = _HYBRID | {
         "mrope_interleaved": True,
     },
 }  # fmt: skip
+QWEN35_MOE = {key: value for key, value in QWEN35.items() if key != "intermediate_size"} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "router_aux_loss_coef": 0.0,
+}  # fmt: skip
 MODELS = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN35,
+    "qwen3_5_moe": QWEN35_MOE,
     "qwen2": QWEN2,
     "qwen2_yarn": QWEN2_YARN,
     "qwen3_moe": QWEN3_MOE,

@@ -85,7 +85,8 @@ def main() -> None:
     generate (further keys of generate_config), sharing (replicas that share experts; without it each has all of them), prompts
     (of each rank, the numbers of those it answers), experts_of_devices (of each layer; for `expert_map_path`), routing (whether
     the experts of each token are reported), sampling (several groups of keys of sampling_config, for greedy responses),
-    delta (syncs of quantized weights write what has changed).
+    delta (syncs of quantized weights write what has changed), counts (False without the kernels of a token),
+    longest (tokens of the first prompt in place of its own).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
@@ -153,6 +154,8 @@ def main() -> None:
         return_float32()
     numbers = settings["prompts"][rank] if "prompts" in settings else range(len(PROMPTS))
     prompts = [PROMPTS[number] for number in numbers]
+    if length := settings.get("longest", 0):
+        prompts[0] = [(3 * place) % 97 + 20 for place in range(length)]
     requests = [GenerationRequest(list(prompt), 7 + number) for number, prompt in zip(numbers, prompts)]
 
     def used() -> int:
@@ -226,12 +229,13 @@ def main() -> None:
             result += (wanted - torch.tensor(log_probs)).abs().tolist()
         return result
 
-    if "drafts" not in settings and tp == 1 and dist.get_world_size() == 1:
+    if settings.get("counts", True) and "drafts" not in settings and tp == 1 and dist.get_world_size() == 1:
         result["decode_kernels"] = {count: count_decode(engine, count) for count in (1, 3, 8)}
         alone = engine.generate(requests[1:2], Sampling(1.0, NEW_TOKENS, (1,)))
         result["same_alone"] = alone[0].token_ids == first[1][0]
     drifts = gaps(first, 1.0)
     result["worst"], result["mean"] = max(drifts), sum(drifts) / len(drifts)
+    result["exact"] = sum(drift < 1e-4 for drift in drifts) / len(drifts)
     sampled = [value for _, log_probs in first for value in log_probs]
     result["mean_log_prob"] = sum(sampled) / max(len(sampled), 1)
     # vLLM applies min_p to no draft
