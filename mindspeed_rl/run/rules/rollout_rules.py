@@ -506,21 +506,6 @@ def explain_quantization(run: Run, platform: str) -> Iterator[tuple[dict[str, ob
     ):
         if is_on:
             yield {} if other is None else {other: getattr(generate, other)}, reason
-    if is_npu and not _is_dense(run) and actor.num_experts:
-        yield from explain_unproven(run)
-
-
-def explain_unproven(run: Run) -> Iterator[tuple[dict[str, object], str]]:
-    """Yield what quantized experts were not run with on the simulated NPU, as in `explain_quantization`."""
-    generate, rl = run.generate, run.config.rl_config
-    replay = "disabled" if rl is None else rl.router_replay.mode
-    for name, value, is_on in (
-        ("infer_tensor_parallel_size", generate.infer_tensor_parallel_size, generate.infer_tensor_parallel_size > 1),
-        ("update_weight_mode", generate.update_weight_mode, generate.update_weight_mode == "delta"),
-        (_MODE, replay, replay == "R3"),
-    ):
-        if is_on:
-            yield {name: value}, f"for experts on npu with {name} ({value}): no run on the simulated NPU has proven it"
 
 
 #: platform without `exact_log_probs` -> the reason

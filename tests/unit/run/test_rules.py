@@ -600,10 +600,6 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         *("quantization", ["quantization (int8)", "enable_expert_parallel", "engines share experts: only npu has it"]),
     ),
     (
-        {"platform": "npu", M: EXPERTS, G: {"quantization": "int8", "infer_tensor_parallel_size": 2}},
-        *("quantization", ["for experts on npu with infer_tensor_parallel_size (2)", "no run on the simulated NPU"]),
-    ),
-    (
         {"platform": "npu", G: {"quantization": "w4a8", "dtype": "bfloat16"}},
         *("quantization", ["quantization (w4a8)", "W4A8_DYNAMIC", "another number format", "int8 works"]),
     ),
