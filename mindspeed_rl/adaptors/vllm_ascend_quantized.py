@@ -7,6 +7,8 @@ FRACTAL_NZ at load, whatever `weight_nz_mode` says, for the one kernel that read
 (`grouped_matmul_swiglu_quant`). In NZ a slice of a matrix is not a strided view, so no sync could write it. The symbol is set \
 to the number of the plain format (ND), and the kernel is switched off (`FUSION`): products, activation and quantization are \
 then operators that take both formats |
+| reported experts | apply and select_experts of the same module | `enable_return_routed_experts` reports the experts of each \
+token, which router replay reads; vllm-ascend does it for experts that are not quantized, and leaves zeros for others |
 
 Layouts: as loaded, a matrix is [rows, columns] with scales [rows, 1], in MXFP8 [rows, columns / 32]; experts are stacks.
 
@@ -21,8 +23,9 @@ What is loaded is a view of the kernel's memory, or the other way round, so addr
 Scales of MXFP8 layers are no such view: they are loaded into memory of their own and then copied. MXFP8 is loaded as plain
 bytes, because copies between its types would convert numbers.
 
-Looked up in vllm-ascend 0.18 and 0.23 to 0.26. The patch can go when vllm-ascend leaves experts in the plain format for the
-kernels that take it; `tests/npu_sim/test_rollout.py` fails without it.
+Looked up in vllm-ascend 0.18 and 0.23 to 0.26 (reported experts: 0.23). The first patch can go when vllm-ascend leaves experts
+in the plain format for the kernels that take it, the second when int8 experts report what they choose;
+`tests/npu_sim/test_rollout.py` fails without them.
 
 Not verified on NPU hardware.
 """
@@ -46,6 +49,7 @@ FUSION = {"ascend_fusion_config": {"fusion_ops_gmmswigluquant": False}}
 _SCHEMES = {"int8": "W8A8_DYNAMIC", "mxfp8": "W8A8_MXFP8"}
 _METHODS = "vllm_ascend.quantization.methods.w8a8_dynamic"
 _CAST = "ACL_FORMAT_FRACTAL_NZ"
+_INT8_EXPERTS = "AscendW8A8DynamicFusedMoEMethod"
 _PLAIN = 2
 _EXPERTS = ("w13_weight", "w2_weight")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
@@ -62,6 +66,39 @@ def keep_plain_format() -> None:
         return  # of a release that has int8 elsewhere
     if hasattr(module, _CAST):
         setattr(module, _CAST, _PLAIN)
+
+
+def report_experts() -> None:
+    """Let layers of int8 experts report the experts of each token, where the engine reports them. Idempotent."""
+    try:
+        module: Any = importlib.import_module(_METHODS)
+    except ImportError:
+        return  # of a release that has int8 elsewhere
+    scheme = getattr(module, _INT8_EXPERTS, None)
+    if scheme is None or module.select_experts.__module__ == __name__:
+        return
+    compute, select = scheme.apply, module.select_experts
+    computed: list[Any] = []  # layers that have not chosen yet; the last one does next
+
+    def apply(self: Any, layer: Any, *arguments: Any, **keywords: Any) -> Any:
+        # vllm-ascend's runner leaves it at each layer of an engine that reports experts
+        if getattr(layer, "_ascend_routed_experts_capturer", None) is None:
+            return compute(self, layer, *arguments, **keywords)
+        computed.append(layer)
+        result = compute(self, layer, *arguments, **keywords)
+        if computed:
+            computed.clear()
+            raise RuntimeError("these int8 experts were chosen by another function than select_experts, and not reported")
+        return result
+
+    def select_experts(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        weights, experts = select(*arguments, **keywords)
+        if computed:
+            layer = computed.pop()
+            layer._ascend_routed_experts_capturer.capture(layer_id=layer.layer_id, topk_ids=experts)
+        return weights, experts
+
+    scheme.apply, module.select_experts = apply, select_experts
 
 
 def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _ON_CPU = (
 )
 #: format -> those of them that vllm-ascend has quantized in a run on the simulated NPU
 _ON_NPU: dict[str, tuple[str, ...]] = {
-    "int8": ("qwen3_moe", "deepseek_v3", "qwen3_vl"),
+    "int8": ("qwen3_moe", "deepseek_v3", "qwen3_vl", "qwen3_5"),
     "mxfp8": ("qwen3_moe",),
 }
 #: elements of a row whose scales vllm-ascend stores together, of experts in MXFP8

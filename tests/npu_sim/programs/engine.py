@@ -62,11 +62,11 @@ QWEN35_PREDICTING = QWEN2 | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
     "attention_bias": False, "mtp_num_hidden_layers": 1,
 }  # fmt: skip
-#: a block of attention's cache has the bytes of a state: 128 tokens x 32 numbers are 4 x 32 x 32
+#: blocks of attention's cache have the bytes of a state, on two ranks too: 128 tokens x 32 numbers are 4 x 32 x 32
 _HYBRID = QWEN2 | {
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "attention_bias": False,
     "partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "mtp_num_hidden_layers": 0,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 8, "mtp_num_hidden_layers": 0,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 QWEN3_NEXT = _HYBRID | {

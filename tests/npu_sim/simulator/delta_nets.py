@@ -57,7 +57,7 @@ def _causal_conv1d(
         x: [tokens, channels], output as well; sequence i has the rows from query_start_loc[i] on.
         weight: [W, channels], the newest token's last.
         conv_state: [slots, at least W - 1, channels].
-        cache_indices_opt: [sequences] slots, or tables of blocks that begin with them; a sequence without one has no output.
+        cache_indices_opt: [sequences] slots, or tables that begin with them; one without a slot has no output.
     """
     name = "npu_causal_conv1d_custom"
     _check(name, num_accepted_tokens=(num_accepted_tokens_opt, None))
@@ -117,7 +117,7 @@ def _chunk_states(
     cu_seqlens: Sequence[int] | None = None, chunk_indices: Sequence[int] | None = None, use_exp2: bool | None = False,
     transpose_state_layout: bool | None = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The state S in front of each chunk, and the values that it lacks: v = u - w S, S' = exp(g_end) S + k^T (exp(g_end - g) v).
+    """The state S in front of each chunk, and values v = u - w S that it lacks; S' = exp(g_end) S + k^T (exp(g_end - g) v).
 
     Args:
         k: [1, keys' heads, T, K]; w [1, H, T, K], u [1, H, T, V].
@@ -167,7 +167,8 @@ def _chunk_outputs(
         decay, query = g[0, :, start:end].float(), queries[:, start:end]
         seen = torch.ones(end - start, end - start).tril()
         weights = (query @ keys[:, start:end].transpose(1, 2)) * ((decay[..., None] - decay[:, None]) * seen).exp() * seen
-        sums = (query * decay.exp()[..., None]) @ h[0, :, chunk].float() + weights.to(v.dtype).float() @ v[0, :, start:end].float()
+        before = (query * decay.exp()[..., None]) @ h[0, :, chunk].float()
+        sums = before + weights.to(v.dtype).float() @ v[0, :, start:end].float()
         out[0, :, start:end] = (sums * scale).to(out.dtype)
     return out
 
@@ -277,7 +278,7 @@ def _interpret(executor: Any, *args: Any, **keywords: Any) -> None:
 
 
 def _fit_blocks(LARGE_BLOCK_T: int, cu_seqlens: Tensor | None, **keywords: Any) -> dict[str, Any]:  # noqa: N803
-    """Arguments of a kernel whose programs have 1216 rows each, with fewer where no sequence has more: the others are masked."""
+    """Arguments of a kernel whose programs have 1216 rows, with fewer where no sequence has more: the others are masked."""
     longest = keywords["T"] if cu_seqlens is None else int(cpu_view(cu_seqlens).diff().max())
     size = min(LARGE_BLOCK_T, -(-longest // CHUNK) * CHUNK)
     return keywords | {"LARGE_BLOCK_T": size, "cu_seqlens": cu_seqlens, "EXTRACT_SLICE_STRIDE_1": size // 32}

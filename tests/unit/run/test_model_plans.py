@@ -111,6 +111,7 @@ def test_a_policy_that_the_engine_does_not_compute_is_refused_before_a_worker_st
         ("gpt-oss", "cpu", "int8", "gpt_oss, which has experts; among such"),
         ("qwen3-moe", "cpu", "int8", ""),
         ("qwen3-moe", "npu", "int8", ""),
+        ("qwen3-moe", "npu", "mxfp8", "experts on npu whose rows are no multiples of 64 elements (moe_inter"),
         ("mixtral", "npu", "int8", "mixtral, which has experts, on npu, where no run has proven its layout; among such"),
         ("mixtral", "npu", "mxfp8", "mixtral, which has experts, on npu, where no run has proven its layout; among such"),
     ],
