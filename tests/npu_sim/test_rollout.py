@@ -217,30 +217,6 @@ def test_mxfp8_of_a_950_has_the_log_probs_of_its_definition_after_every_sync(mon
     assert report["calls"]["npu::npu_quant_matmul"] == report["calls"]["npu::npu_dynamic_mx_quant"] > 0
 
 
-#: MXFP8 experts of a 950 -> processes, further settings of the program
-MXFP8_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one device": (1, {}),
-    "shared by two devices": (
-        2,
-        {"sharing": 2, "prompts": [[0, 1, 2], [3]], "generate": {"infer_moe_token_dispatcher_type": "allgather"}},
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MXFP8_EXPERTS)
-def test_mxfp8_experts_of_a_950_have_the_log_probs_of_their_definition_after_every_sync(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NPU_SIM_SOC", "Ascend950DT_9582")
-    ranks, settings = MXFP8_EXPERTS[name]
-    for report in run_ranks("rollout", ranks, BLOCKS | {"model": "qwen3_moe_blocks", "dtype": "float32"} | settings):
-        assert report["worst"] < 1e-4 and all(report["same_greedy"])
-        assert report["equal"] == [True] and report["other_weights_differ"]
-        assert len(set(report["proven"])) == 1 and report["damage"] == ["w13_weight", "w2_weight_scale"]
-        assert report["calls"]["npu::npu_grouped_matmul"] == report["calls"]["npu::npu_grouped_matmul_swiglu_quant_v2"] > 0
-
-
 @pytest.mark.slow
 def test_mxfp8_is_refused_by_an_a2_before_its_engine_is_built() -> None:
     with pytest.raises(AssertionError, match=r"\(mxfp8\) is not available on this device .*A2 and A3 have no 8-bit"):
@@ -290,6 +266,31 @@ def test_int8_experts_on_tensor_parallel_ranks_have_a_scale_per_rank_of_each_tok
     for report in run_ranks("rollout", 2, EXPERTS | layout):
         assert report["worst"] < 1e-4 and all(report["same_greedy"])
         assert report["equal"] == [True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
+
+
+#: MXFP8 experts of a 950 -> processes, further settings of the program
+MXFP8_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "graphs": (1, {"generate": GRAPHS}),
+    "shared by two devices": (
+        2,
+        {"sharing": 2, "prompts": [[0, 1, 2], [3]], "generate": {"infer_moe_token_dispatcher_type": "allgather"}},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MXFP8_EXPERTS)
+def test_mxfp8_experts_of_a_950_have_the_log_probs_of_their_definition_after_every_sync(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", "Ascend950DT_9582")
+    ranks, settings = MXFP8_EXPERTS[name]
+    for report in run_ranks("rollout", ranks, BLOCKS | {"model": "qwen3_moe_blocks", "dtype": "float32"} | settings):
+        assert report["worst"] < 1e-4 and all(report["same_greedy"])
+        assert report["equal"] == [True] and report["other_weights_differ"]
+        assert len(set(report["proven"])) == 1 and report["damage"] == ["w13_weight", "w2_weight_scale"]
+        assert report["calls"]["npu::npu_grouped_matmul"] == report["calls"]["npu::npu_grouped_matmul_swiglu_quant_v2"] > 0
+        assert report["graphs"] == (len(GRAPHS["cudagraph_capture_sizes"]) if name == "graphs" else 0)
 
 
 LATENT = {"model": "deepseek3_latent", "dtype": "float32", "cast_prompts": False}
