@@ -95,8 +95,10 @@ ROWS = (
      ("test_rollout.test_devices_that_share_experts",)),
     ("vllm-ascend 0.23 by itself: speculative decoding by suffixes: greedy tokens and log-probs of transformers",
      "单独运行 vllm-ascend 0.23：后缀投机解码：贪心 token 与对数概率同 transformers", ("test_rollout.test_with_drafts",)),
-    ("vllm-ascend 0.23 by itself: int8 matrices (W8A8 dynamic), experts and latent attention too: log-probs of the definition",
-     "单独运行 vllm-ascend 0.23：int8 矩阵（W8A8 动态），含专家与潜在注意力：对数概率符合其定义", ("test_rollout.test_int8",)),
+    ("vllm-ascend 0.23 by itself: int8 matrices (W8A8 dynamic), experts of eight families, latent attention, TP2: "
+     "log-probs of the definition",
+     "单独运行 vllm-ascend 0.23：int8 矩阵（W8A8 动态），含八个系列的专家、潜在注意力、TP2：对数概率符合其定义",
+     ("test_rollout.test_int8",)),
     ("vllm-ascend 0.23 by itself on 950: MXFP8 matrices: log-probs of the definition; A2 refuses them",
      "在 950 上单独运行 vllm-ascend 0.23：MXFP8 矩阵：对数概率符合其定义；A2 拒绝", ("test_rollout.test_mxfp8",)),
     ("vllm-ascend 0.23 by itself on A2, A3 and 950: exchange of experts that it chooses, and all-gather by key; keys that "

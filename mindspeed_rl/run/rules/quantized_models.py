@@ -17,8 +17,18 @@ _ON_CPU = (
 )
 #: format -> those of them that vllm-ascend has quantized in a run on the simulated NPU
 _ON_NPU: dict[str, tuple[str, ...]] = {
-    "int8": ("qwen3_moe", "deepseek_v3", "qwen3_vl"),
+    "int8": (
+        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hy_v3"),
+        "qwen3_vl",
+    ),
     "mxfp8": (),
+}
+#: family -> why vllm-ascend has not, where that is known
+_ABSENT_ON_NPU = {
+    "minimax_m2": "its attention calls an operator that vllm-ascend has with Triton only, which the simulated NPU lacks",
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_moe"), "no test runs vllm-ascend's kernels of gated delta nets on the simulated NPU"
+    ),
 }
 
 
@@ -41,7 +51,7 @@ def explain_unquantized(name: str, model_config: ModelConfig, quantization: str,
     supported_families = _ON_NPU.get(quantization, ()) if platform == "npu" else _ON_CPU
     if not has or name in supported_families:
         return ""
-    unproven = ", on npu, where no run has proven its layout" if platform == "npu" else ""
+    unproven = f", on npu: {_ABSENT_ON_NPU.get(name, 'no run has proven its layout')}" if platform == "npu" else ""
     listed = ", ".join(supported_families) or "none"
     return f"for {name}, which has {has[0]}{unproven}; among such models it has {listed}; leave it out"
 
