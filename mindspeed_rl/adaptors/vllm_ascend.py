@@ -242,6 +242,7 @@ class VllmAscendHooks(EngineHooks):
         vllm_ascend_experts.report_own_tokens()
         vllm_ascend_quantized.keep_plain_format()
         vllm_ascend_quantized.report_experts()
+        vllm_ascend_quantized.weigh_shared_experts()
         _keep_inner_columns(importlib.import_module("vllm.lora.layers.column_parallel_linear"))
         proposers, name = _row_for(_DRAFT_PROPOSERS, self._release or _installed_release())
         _share_heads_of_drafts(getattr(importlib.import_module(proposers), name))

@@ -105,8 +105,9 @@ def report_own_tokens() -> None:
         context = module.get_forward_context()
         own, kind = context.num_tokens, context.moe_comm_type.name
         if kind == "ALLGATHER" and context.dp_metadata is not None:
-            first = self.dp_rank * context.max_tokens_across_dp
-            topk_ids = topk_ids[first : first + own]
+            most, replicas = context.max_tokens_across_dp, len(context.dp_metadata.num_tokens_across_dp_cpu)
+            if len(topk_ids) == most * replicas:  # else without padding, which vLLM takes
+                topk_ids = topk_ids[self.dp_rank * most :][:own]
         elif kind != "ALLGATHER":
             if self.tp_size > 1 and not context.moe_comm_method.prepare_finalize.enable_shared_expert_dp:
                 # MC2 pads tokens to equal shares, all-to-all to one of each rank

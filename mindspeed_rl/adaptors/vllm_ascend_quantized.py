@@ -9,6 +9,8 @@ to the number of the plain format (ND), and the kernel is switched off (`FUSION`
 then operators that take both formats |
 | reported experts | apply and select_experts of the same module | `enable_return_routed_experts` reports the experts of each \
 token, which router replay reads; vllm-ascend does it for experts that are not quantized, and leaves zeros for others |
+| gates of shared experts | AscendFusedMoE._forward_shared_experts of vllm_ascend.ops.fused_moe.fused_moe | where shared \
+experts are in int8, vllm-ascend leaves out their gate, which Qwen2-MoE has |
 
 Layouts: as loaded, a matrix is [rows, columns] with scales [rows, 1], in MXFP8 [rows, columns / 32]; experts are stacks.
 
@@ -23,9 +25,9 @@ What is loaded is a view of the kernel's memory, or the other way round, so addr
 Scales of MXFP8 layers are no such view: they are loaded into memory of their own and then copied. MXFP8 is loaded as plain
 bytes, because copies between its types would convert numbers.
 
-Looked up in vllm-ascend 0.18 and 0.23 to 0.26 (reported experts: 0.23). The first patch can go when vllm-ascend leaves experts
-in the plain format for the kernels that take it, the second when int8 experts report what they choose;
-`tests/npu_sim/test_rollout.py` fails without them.
+Looked up in vllm-ascend 0.18 and 0.23 to 0.26, reported experts and gates in 0.23. The first patch can go when vllm-ascend
+leaves experts in the plain format for the kernels that take it, the second when int8 experts report what they choose, the third
+when the gate is there; `tests/npu_sim/test_rollout.py` fails without them.
 
 Not verified on NPU hardware.
 """
@@ -50,6 +52,8 @@ _SCHEMES = {"int8": "W8A8_DYNAMIC", "mxfp8": "W8A8_MXFP8"}
 _METHODS = "vllm_ascend.quantization.methods.w8a8_dynamic"
 _CAST = "ACL_FORMAT_FRACTAL_NZ"
 _INT8_EXPERTS = "AscendW8A8DynamicFusedMoEMethod"
+_LAYER = "vllm_ascend.ops.fused_moe.fused_moe"
+_SHARED = "_forward_shared_experts"
 _PLAIN = 2
 _EXPERTS = ("w13_weight", "w2_weight")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
@@ -101,6 +105,27 @@ def report_experts() -> None:
     scheme.apply, module.select_experts = apply, select_experts
 
 
+def weigh_shared_experts() -> None:
+    """Let shared experts in int8 have the gate of their model. Idempotent."""
+    try:
+        layers: Any = importlib.import_module(_LAYER)
+    except ImportError:
+        return  # of a release that has them elsewhere
+    owner = getattr(layers, "AscendFusedMoE", None)
+    compute = None if owner is None else vars(owner).get(_SHARED)
+    if compute is None or compute.__module__ == __name__ or "expert_gate" in compute.__code__.co_names:
+        return
+
+    def weigh(self: Any, x: Tensor, *others: Any) -> Tensor | None:
+        result, experts = compute(self, x, *others), self._shared_experts
+        if getattr(experts, "expert_gate", None) is None or not _has_type(experts.down_proj.weight, torch.int8):
+            return result
+        gate, _ = experts.expert_gate(x)
+        return gate.sigmoid() * result
+
+    setattr(owner, _SHARED, weigh)
+
+
 def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
     """Return the content of `quant_model_description.json`, which ModelSlim writes next to quantized weights.
 
@@ -130,6 +155,8 @@ def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, An
                 continue
         if name.endswith(".weight"):
             kinds[name] = kind
+            # vLLM gives Hy3's shared experts the name of their block
+            kinds[name.replace(".mlp.shared_mlp.", ".mlp.")] = kind
     return {"quant_method": "ascend", **kinds}
 
 

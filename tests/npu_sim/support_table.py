@@ -95,8 +95,10 @@ ROWS = (
      ("test_rollout.test_devices_that_share_experts",)),
     ("vllm-ascend 0.23 by itself: speculative decoding by suffixes: greedy tokens and log-probs of transformers",
      "单独运行 vllm-ascend 0.23：后缀投机解码：贪心 token 与对数概率同 transformers", ("test_rollout.test_with_drafts",)),
-    ("vllm-ascend 0.23 by itself: int8 matrices (W8A8 dynamic), experts and latent attention too: log-probs of the definition",
-     "单独运行 vllm-ascend 0.23：int8 矩阵（W8A8 动态），含专家与潜在注意力：对数概率符合其定义", ("test_rollout.test_int8",)),
+    ("vllm-ascend 0.23 by itself: int8 matrices (W8A8 dynamic), experts of eight families, latent attention, TP2: "
+     "log-probs of the definition",
+     "单独运行 vllm-ascend 0.23：int8 矩阵（W8A8 动态），含八个系列的专家、潜在注意力、TP2：对数概率符合其定义",
+     ("test_rollout.test_int8",)),
     ("vllm-ascend 0.23 by itself: gated delta nets (Qwen3-Next, Qwen3.5 dense and with experts), its Triton kernels by "
      "Triton's interpreter: log-probs of transformers, TP2, graphs; int8 matrices: log-probs of the definition",
      "单独运行 vllm-ascend 0.23：gated delta net（Qwen3-Next、稠密与带专家的 Qwen3.5），其 Triton 算子由 Triton 解释器运行："

@@ -85,13 +85,12 @@ def count_decode(engine: Any, requests: int) -> list[int]:
 def main() -> None:
     """Ranks of one replica, or of replicas that share experts, and what each of them reports.
 
-    Settings: model or family (of `tiny_families`), dtype, tensor_parallel, rounds of sleep, drafts (`speculative_config`),
-    cast_prompts (True as it is),
-    generate (further keys of generate_config), sharing (replicas that share experts; without it each has all of them), prompts
-    (of each rank, the numbers of those it answers), experts_of_devices (of each layer; for `expert_map_path`), routing (whether
-    the experts of each token are reported), sampling (several groups of keys of sampling_config, for greedy responses),
-    delta (syncs of quantized weights write what has changed), counts (False without the kernels of a token),
-    longest (tokens of the first prompt in place of its own).
+    Settings: model or family (of `tiny_families`, with other sizes), dtype, tensor_parallel, rounds of sleep, drafts
+    (`speculative_config`), cast_prompts (True as it is), generate (further keys of generate_config), sharing (replicas that
+    share experts; without it each has all of them), prompts (of each rank, the numbers of those it answers), experts_of_devices
+    (of each layer; for `expert_map_path`), routing (whether the experts of each token are reported), sampling (several groups
+    of keys of sampling_config, for greedy responses), delta (syncs of quantized weights write what changed), seed of weights,
+    counts (False without the kernels of a token), longest (tokens of the first prompt in place of its own).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
@@ -122,6 +121,8 @@ def main() -> None:
         import tiny_families
 
         shape = tiny_families._CONFIGS[settings["family"]]()
+        for key, value in settings.get("sizes", {}).items():
+            setattr(shape, key, value)
     else:
         (folder / "config.json").write_text(json.dumps(MODELS[settings.get("model", "qwen2")]))
         shape = AutoConfig.from_pretrained(folder)

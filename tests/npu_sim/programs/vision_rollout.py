@@ -41,14 +41,14 @@ def main() -> None:
 
     example = load_script("examples/vision/make_task.py")
     folder = Path(os.environ["NPU_SIM_REPORT_DIR"], "model")
-    if family == "qwen3":
-        tiny_vision.save_for_the_example(example, folder)
+    if family.startswith("qwen3"):
+        tiny_vision.save_for_the_example(example, folder, experts=family == "qwen3_moe")
     else:
         example.save_model(folder)
     # the processor's own limits would make smaller frames
     path = folder / "video_preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"size": {"shortest_edge": 784, "longest_edge": 1568}}))
-    limits = MediaLimits(video_max_pixels=6 * 56 * 56 if family == "qwen3" else 56 * 56)
+    limits = MediaLimits(video_max_pixels=6 * 56 * 56 if family.startswith("qwen3") else 56 * 56)
     pictures = []
     for index in range(2):
         pictures.append(str(folder / f"{index}.png"))
