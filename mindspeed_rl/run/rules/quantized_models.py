@@ -19,7 +19,7 @@ _ON_CPU = (
 _ON_NPU: dict[str, tuple[str, ...]] = {
     "int8": (
         *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hy_v3"),
-        *("qwen2_5_vl", "qwen3_vl"),
+        *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     ),
     "mxfp8": ("qwen2_5_vl", "qwen3_vl"),
 }
