@@ -42,7 +42,7 @@ ATTENTION = ["self_attn.o_proj.weight", "self_attn.qkv_proj.weight"]
 QUANTIZED = {
     "Qwen2.5-VL in int8": ("qwen2.5", "int8", "Ascend910B3", 2e-3),
     "Qwen3-VL in int8": ("qwen3", "int8", "Ascend910B3", 2e-3),
-    "Qwen3-VL-MoE in int8": ("qwen3_moe", "int8", "Ascend910B3", 2e-3),
+    "Qwen3-VL-MoE in int8": ("qwen3_moe", "int8", "Ascend910B3", 1e-2),
     "Qwen2.5-VL in MXFP8": ("qwen2.5", "mxfp8", "Ascend950DT_9582", 2e-2),
     "Qwen3-VL in MXFP8": ("qwen3", "mxfp8", "Ascend950DT_9582", 2e-2),
 }

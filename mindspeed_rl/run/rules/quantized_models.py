@@ -19,9 +19,9 @@ _ON_CPU = (
 _ON_NPU: dict[str, tuple[str, ...]] = {
     "int8": (
         *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hy_v3"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     ),
-    "mxfp8": ("qwen3_moe",),
+    "mxfp8": ("qwen3_moe", "qwen2_5_vl", "qwen3_vl"),
 }
 #: elements of a row whose scales vllm-ascend stores together, of experts in MXFP8
 _PAIR = 64
