@@ -70,6 +70,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.vllm_ascend",
         "mindspeed_rl.adaptors.vllm_ascend_experts",
+        "mindspeed_rl.adaptors.vllm_hybrid_texts",
         "mindspeed_rl.adaptors.model_classes",
         "mindspeed_rl.adaptors.vllm_dummy_weights",
         "mindspeed_rl.adaptors.vllm_stacked_experts",

@@ -92,6 +92,11 @@ class EngineHooks:
         """Return extra keyword arguments of `LLM(...)` for a run's rollout keys."""
         return {}
 
+    def override_config(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of a model's config.json that the engine must read otherwise than they are."""
+        del hf_config
+        return {}
+
     def quantization_config(self, quantization: str, list_names: Callable[[], Mapping[str, bool]]) -> dict[str, Any]:
         """Return vLLM's description of a model with quantized matrices, as a published model has it in its config.json.
 

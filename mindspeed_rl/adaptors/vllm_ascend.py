@@ -8,9 +8,9 @@
 | sleep level 2 | `release` | what a weight sync replaces is not copied to the host; see `vllm_ascend_sleep` |
 | expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
 | placeholder of flash_attn | `patch_libraries` | MindSpeed leaves one that has a spec; vLLM's rotary embedding then imports parts of it |
-| quantized layout | `before_load`, `after_load`, `patch_libraries` | see `vllm_ascend_quantized` |
+| quantized layout, reported experts | `before_load`, `after_load`, `patch_libraries` | see `vllm_ascend_quantized` |
 | noise | `patch_libraries` | see `vllm_ascend_sampling` |
-| experts by a map | `patch_libraries` | see `vllm_ascend_experts` |
+| experts by a map, reported experts | `patch_libraries` | see `vllm_ascend_experts` |
 | head of drafts | `patch_libraries` | vllm-ascend gives prediction layers the policy's head only where both have equal bits, which dummy weights do not; no weight sync fills a head of their own |
 | adapters of merged layers | `patch_libraries` | vLLM 0.23 gathers their inner columns over tensor parallel ranks, although each rank has them all: kernels that read as many columns as the ranks together have get others |
 | latent attention | `after_load` | its kernel multiplies with copies of parts of kv_b_proj, which nobody but the first load makes |
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from mindspeed_rl.adaptors import vllm_ascend_experts, vllm_ascend_quantized, vllm_ascend_sampling
+from mindspeed_rl.adaptors import vllm_ascend_experts, vllm_ascend_quantized, vllm_ascend_sampling, vllm_hybrid_texts
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_attention
 from mindspeed_rl.adaptors.vllm_ascend_sleep import KeptMemory
 from mindspeed_rl.config import GenerateConfig
@@ -239,7 +239,10 @@ class VllmAscendHooks(EngineHooks):
         module.find_spec = _find_real_spec
         vllm_ascend_sampling.apply()
         vllm_ascend_experts.look_up_places()
+        vllm_ascend_experts.report_own_tokens()
         vllm_ascend_quantized.keep_plain_format()
+        vllm_ascend_quantized.report_experts()
+        vllm_ascend_quantized.weigh_shared_experts()
         _keep_inner_columns(importlib.import_module("vllm.lora.layers.column_parallel_linear"))
         proposers, name = _row_for(_DRAFT_PROPOSERS, self._release or _installed_release())
         _share_heads_of_drafts(getattr(importlib.import_module(proposers), name))
@@ -255,6 +258,9 @@ class VllmAscendHooks(EngineHooks):
             read_expert_map(Path(config.expert_map_path))
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}
         return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
+
+    def override_config(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        return vllm_hybrid_texts.override_config(hf_config)
 
     def quantization_config(self, quantization: str, list_names: Callable[[], Mapping[str, bool]]) -> dict[str, Any]:
         return vllm_ascend_quantized.describe_model(quantization, list_names())

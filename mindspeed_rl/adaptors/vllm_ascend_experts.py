@@ -6,10 +6,14 @@
 on A3 and 950 (on A2 from 16 devices on), and has no setting for another (`infer_moe_token_dispatcher_type`) |
 | places | TokenDispatcherWithAllGather of vllm_ascend.ops.fused_moe.token_dispatcher | with `expert_map_path` it gets places \
 of experts and looks them up in a table of experts, so that the weights of experts that a map moved become 0 |
+| reported experts | vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCapturer.capture | all-gather \
+and MC2 pad each replica's tokens to the largest number of one, at which vLLM 0.23 stops; MC2 and all-to-all divide them over \
+tensor parallel ranks, of which each one reports its share alone |
 
 With all-gather each device gets all tokens of the group and keeps what its experts add to them: more bytes than MC2 or
 all-to-all, by plain collectives. Looked up in vllm-ascend 0.18 to 0.30. The first can go when vllm-ascend has such a setting,
-the second when it looks places up among places; `tests/npu_sim/test_rollout.py` fails without them.
+the second when it looks places up among places, the third when its own patch of that method is no longer left out for 0.23;
+`tests/npu_sim/test_rollout.py` fails without them.
 
 Not verified on NPU hardware.
 """
@@ -23,7 +27,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_rl.platform.environment import EXPERTS_EXCHANGE_VARIABLE
@@ -82,3 +88,46 @@ def order_by_place(expert_map: Tensor, places: Tensor) -> Tensor:
         places: [experts] place of each expert, all different (`config.expert_map` takes no copies).
     """
     return expert_map.to(places.device)[places.argsort()]
+
+
+def report_own_tokens() -> None:
+    """Let engines that share experts report the experts of each replica's own tokens, all of them. Idempotent."""
+    try:
+        module: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
+    except ImportError:
+        return  # of a release that reports none
+    capturer = module.RoutedExpertsCapturer
+    capture: Callable[..., None] = capturer.capture
+    if capture.__module__ == __name__:
+        return
+
+    def capture_own(self: Any, layer_id: int, topk_ids: Tensor) -> None:
+        context = module.get_forward_context()
+        own, kind = context.num_tokens, context.moe_comm_type.name
+        if kind == "ALLGATHER" and context.dp_metadata is not None:
+            most, replicas = context.max_tokens_across_dp, len(context.dp_metadata.num_tokens_across_dp_cpu)
+            if len(topk_ids) == most * replicas:  # else without padding, which vLLM takes
+                topk_ids = topk_ids[self.dp_rank * most :][:own]
+        elif kind != "ALLGATHER":
+            if self.tp_size > 1 and not context.moe_comm_method.prepare_finalize.enable_shared_expert_dp:
+                # MC2 pads tokens to equal shares, all-to-all to one of each rank
+                total = context.padded_num_tokens if "MC2" in kind else max(own, self.tp_size)
+                most = -(-total // self.tp_size)
+                gathered = module.get_tp_group().all_gather(pad(topk_ids, (0, 0, 0, most - len(topk_ids))), 0)
+                topk_ids = join_shares(gathered, total, self.tp_size)
+            topk_ids = topk_ids[:own]
+        capture(self, layer_id, topk_ids)
+
+    capturer.capture = capture_own
+
+
+def join_shares(gathered: Tensor, total: int, ranks: int) -> Tensor:
+    """Return the rows of all ranks one after another, without padding.
+
+    Args:
+        gathered: [ranks x largest share, ...] shares of `tensor_split`, of which the first ones may have a row more.
+        total: rows of all ranks.
+    """
+    small, larger = divmod(total, ranks)
+    shares = gathered.chunk(ranks)
+    return torch.cat([share[: small + (rank < larger)] for rank, share in enumerate(shares)])

@@ -7,6 +7,10 @@ FRACTAL_NZ at load, whatever `weight_nz_mode` says, for the one kernel that read
 (`grouped_matmul_swiglu_quant`). In NZ a slice of a matrix is not a strided view, so no sync could write it. The symbol is set \
 to the number of the plain format (ND), and the kernel is switched off (`FUSION`): products, activation and quantization are \
 then operators that take both formats |
+| reported experts | apply and select_experts of the same module | `enable_return_routed_experts` reports the experts of each \
+token, which router replay reads; vllm-ascend does it for experts that are not quantized, and leaves zeros for others |
+| gates of shared experts | AscendFusedMoE._forward_shared_experts of vllm_ascend.ops.fused_moe.fused_moe | where shared \
+experts are in int8, vllm-ascend leaves out their gate, which Qwen2-MoE has |
 
 Layouts: as loaded, a matrix is [rows, columns] with scales [rows, 1], in MXFP8 [rows, columns / 32]; of int4 it is [rows / 2,
 columns], two rows in a byte, with scales [rows, columns / 256]; experts are stacks.
@@ -31,8 +35,9 @@ What is loaded is a view of the kernel's memory, or the other way round, so addr
 Scales of MXFP8 layers are no such view: they are loaded into memory of their own and then copied. MXFP8 is loaded as plain
 bytes, because copies between its types would convert numbers.
 
-Looked up in vllm-ascend 0.18 and 0.23 to 0.26. The patch can go when vllm-ascend leaves experts in the plain format for the
-kernels that take it; `tests/npu_sim/test_rollout.py` fails without it.
+Looked up in vllm-ascend 0.18 and 0.23 to 0.26, reported experts and gates in 0.23. The first patch can go when vllm-ascend
+leaves experts in the plain format for the kernels that take it, the second when int8 experts report what they choose, the third
+when the gate is there; `tests/npu_sim/test_rollout.py` fails without them.
 
 Not verified on NPU hardware.
 """
@@ -62,6 +67,9 @@ _SCHEMES = {"int8": "W8A8_DYNAMIC", "mxfp8": "W8A8_MXFP8", "w4a8_dynamic": "W4A8
 _INT4_KEYS = {"version": "1.0.0", "group_size": QUANTIZED_FORMATS["w4a8_dynamic"].block}
 _METHODS = "vllm_ascend.quantization.methods.w8a8_dynamic"
 _CAST = "ACL_FORMAT_FRACTAL_NZ"
+_INT8_EXPERTS = "AscendW8A8DynamicFusedMoEMethod"
+_LAYER = "vllm_ascend.ops.fused_moe.fused_moe"
+_SHARED = "_forward_shared_experts"
 _PLAIN = 2
 _EXPERTS = ("w13_weight", "w2_weight")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
@@ -78,6 +86,60 @@ def keep_plain_format() -> None:
         return  # of a release that has int8 elsewhere
     if hasattr(module, _CAST):
         setattr(module, _CAST, _PLAIN)
+
+
+def report_experts() -> None:
+    """Let layers of int8 experts report the experts of each token, where the engine reports them. Idempotent."""
+    try:
+        module: Any = importlib.import_module(_METHODS)
+    except ImportError:
+        return  # of a release that has int8 elsewhere
+    scheme = getattr(module, _INT8_EXPERTS, None)
+    if scheme is None or module.select_experts.__module__ == __name__:
+        return
+    compute, select = scheme.apply, module.select_experts
+    computed: list[Any] = []  # layers that have not chosen yet; the last one does next
+
+    def apply(self: Any, layer: Any, *arguments: Any, **keywords: Any) -> Any:
+        # vllm-ascend's runner leaves it at each layer of an engine that reports experts
+        if getattr(layer, "_ascend_routed_experts_capturer", None) is None:
+            return compute(self, layer, *arguments, **keywords)
+        computed.append(layer)
+        result = compute(self, layer, *arguments, **keywords)
+        if computed:
+            computed.clear()
+            raise RuntimeError("these int8 experts were chosen by another function than select_experts, and not reported")
+        return result
+
+    def select_experts(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        weights, experts = select(*arguments, **keywords)
+        if computed:
+            layer = computed.pop()
+            layer._ascend_routed_experts_capturer.capture(layer_id=layer.layer_id, topk_ids=experts)
+        return weights, experts
+
+    scheme.apply, module.select_experts = apply, select_experts
+
+
+def weigh_shared_experts() -> None:
+    """Let shared experts in int8 have the gate of their model. Idempotent."""
+    try:
+        layers: Any = importlib.import_module(_LAYER)
+    except ImportError:
+        return  # of a release that has them elsewhere
+    owner = getattr(layers, "AscendFusedMoE", None)
+    compute = None if owner is None else vars(owner).get(_SHARED)
+    if compute is None or compute.__module__ == __name__ or "expert_gate" in compute.__code__.co_names:
+        return
+
+    def weigh(self: Any, x: Tensor, *others: Any) -> Tensor | None:
+        result, experts = compute(self, x, *others), self._shared_experts
+        if getattr(experts, "expert_gate", None) is None or not _has_type(experts.down_proj.weight, torch.int8):
+            return result
+        gate, _ = experts.expert_gate(x)
+        return gate.sigmoid() * result
+
+    setattr(owner, _SHARED, weigh)
 
 
 def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
@@ -110,6 +172,8 @@ def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, An
                 continue
         if name.endswith(".weight"):
             kinds[name] = kind
+            # vLLM gives Hy3's shared experts the name of their block
+            kinds[name.replace(".mlp.shared_mlp.", ".mlp.")] = kind
     return {"quant_method": "ascend", **(_INT4_KEYS if form == "w4a8_dynamic" else {}), **kinds}
 
 

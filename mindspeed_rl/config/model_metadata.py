@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class EngineShape:
         num_experts: experts of a layer with experts.
         is_sparse: queries attend to the tokens that an indexer chooses.
         linear_heads, linear_size: key heads of the gated delta nets, and the smaller width of a key and a value head.
+        linear_state: bytes of the state of one of them, of all heads, in an engine in bfloat16.
     """
 
     source: str
@@ -61,6 +63,7 @@ class EngineShape:
     is_sparse: bool = False
     linear_heads: int | None = None
     linear_size: int | None = None
+    linear_state: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,16 @@ def _read_shape(source: str, folder: Path, config: Mapping[str, object]) -> Engi
         is_sparse=_read_count(config, "index_topk") is not None,
         linear_heads=_read_count(config, "linear_num_key_heads"),
         linear_size=min((width for width in widths if width), default=None),
+        linear_state=_read_state_bytes(config),
     )
+
+
+def _read_state_bytes(config: Mapping[str, object]) -> int | None:
+    """Return the bytes of the state of a gated delta net; of the families, vLLM reads the format of Qwen3.5's only."""
+    names = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    numbers = [count for name in names if (count := _read_count(config, name))]
+    is_wide = "qwen3_5" in str(config.get("model_type")) and config.get("mamba_ssm_dtype") == "float32"
+    return math.prod(numbers) * (4 if is_wide else 2) if len(numbers) == len(names) else None
 
 
 def _read_max_length(folder: Path, config: Mapping[str, object]) -> int | None:

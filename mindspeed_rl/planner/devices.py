@@ -11,7 +11,7 @@ from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.machine_memory import read_machine_memory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.rules.quantized_models import explain_unquantized
-from mindspeed_rl.run.rules.rollout_rules import explain_quantization, explain_unproven
+from mindspeed_rl.run.rules.rollout_rules import explain_block_experts, explain_quantization
 
 GIB = 1 << 30
 #: fraction of a machine's memory at which Ray begins to end workers
@@ -164,11 +164,11 @@ def list_device_obstacles(run: Run, device: Device, plan: ModelPlan | None = Non
     if cfg.platform == "auto":
         reasons = [reason for _, reason in explain_quantization(run, kind)]
     if device.name in sizes.absent_npus:
-        reasons.append(f"on {device.name}: {sizes.npu_devices} has the operators; set int8")
+        reasons.insert(0, f"on {device.name}: {sizes.npu_devices} has the operators; set int8")
     if plan is not None:
         reasons.append(explain_unquantized(plan.architecture.name, plan.model_config, generate.quantization, kind))
         if kind == "npu" and plan.model_config.moe_layers:
-            reasons += [reason for _, reason in explain_unproven(run)]
+            reasons += [reason for _, reason in explain_block_experts(run)]
     return [f"{key} {reason}" for reason in dict.fromkeys(reasons) if reason]
 
 

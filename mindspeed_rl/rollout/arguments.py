@@ -139,7 +139,7 @@ def _override_config(
     config: GenerateConfig, hooks: EngineHooks, hf_folder: Path, hf_config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keys of config.json that the engine reads otherwise."""
-    overrides: dict[str, Any] = {}
+    overrides = hooks.override_config(hf_config)
     if "quantization_config" in hf_config or config.quantization is not None:
         # the format of the trainer's weights, also where the published ones are quantized
         overrides["quantization_config"] = (

@@ -98,10 +98,17 @@ ROWS = (
     ("vllm-ascend 0.23 by itself: experts in int4 (W4A8 dynamic, groups of 256) next to int8: log-probs of the definition",
      "单独运行 vllm-ascend 0.23：int4 专家（W4A8 动态，每组 256 个元素）与 int8：对数概率符合其定义",
      ("test_rollout.test_int4",)),
-    ("vllm-ascend 0.23 by itself: int8 matrices (W8A8 dynamic), experts and latent attention too: log-probs of the definition",
-     "单独运行 vllm-ascend 0.23：int8 矩阵（W8A8 动态），含专家与潜在注意力：对数概率符合其定义", ("test_rollout.test_int8",)),
-    ("vllm-ascend 0.23 by itself on 950: MXFP8 matrices: log-probs of the definition; A2 refuses them",
-     "在 950 上单独运行 vllm-ascend 0.23：MXFP8 矩阵：对数概率符合其定义；A2 拒绝", ("test_rollout.test_mxfp8",)),
+    ("vllm-ascend 0.23 by itself: int8 matrices (W8A8 dynamic), experts of eight families, latent attention, TP2: "
+     "log-probs of the definition",
+     "单独运行 vllm-ascend 0.23：int8 矩阵（W8A8 动态），含八个系列的专家、潜在注意力、TP2：对数概率符合其定义",
+     ("test_rollout.test_int8",)),
+    ("vllm-ascend 0.23 by itself: gated delta nets (Qwen3-Next, Qwen3.5 dense and with experts), its Triton kernels by "
+     "Triton's interpreter: log-probs of transformers, TP2, graphs; int8 matrices: log-probs of the definition",
+     "单独运行 vllm-ascend 0.23：gated delta net（Qwen3-Next、稠密与带专家的 Qwen3.5），其 Triton 算子由 Triton 解释器运行："
+     "对数概率与 transformers 一致，TP2，计算图；int8 矩阵：对数概率符合其定义",
+     ("test_rollout.test_delta_nets",)),
+    ("vllm-ascend 0.23 by itself on 950: MXFP8 matrices, experts too: log-probs of the definition; A2 refuses them",
+     "在 950 上单独运行 vllm-ascend 0.23：MXFP8 矩阵，含专家：对数概率符合其定义；A2 拒绝", ("test_rollout.test_mxfp8",)),
     ("vllm-ascend 0.23 by itself on A2, A3 and 950: exchange of experts that it chooses, and all-gather by key; keys that "
      "change no token",
      "在 A2、A3、950 上单独运行 vllm-ascend 0.23：其选择的专家交换方式，及按配置改用 allgather；不改变 token 的键",

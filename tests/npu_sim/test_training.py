@@ -151,6 +151,34 @@ def test_experts_of_rollouts_are_replayed_and_counted(tmp_path: Path) -> None:
     assert [sum(layer) for layer in sum_counts(counts)] == [round(2 * tokens)] * 2
 
 
+#: layout, further keys of a rollout with experts in int8
+INT8_EXPERTS = {
+    "one device": (*layout(1), "rl_config.router_replay.mode=R3"),
+    "two ranks, delta syncs": (
+        *layout(2, rollout=2, expert_model_parallel_size=2, micro_batch_size=8),
+        *("rl_config.router_replay.mode=R3", "generate_config.update_weight_mode=delta"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INT8_EXPERTS)
+def test_grpo_with_experts_in_int8_runs_as_a_command(name: str, tmp_path: Path) -> None:
+    from tiny_task import make_other_task
+
+    task = make_other_task(tmp_path / "task", "qwen3-moe")
+    keys = ["+model.tiny_qwen25.num_experts=4", "rl_config.mini_batch_size=4", "generate_config.quantization=int8"]
+    command = finished(task, tmp_path, *COMMON, *INT8_EXPERTS[name], *keys, timeout_s=LIMIT_S)
+    assert len(command.metrics) == ITERATIONS
+    for version, record in enumerate(command.metrics, 1):
+        # every byte of every sync; another policy than the trained one, by no more than int8 and bfloat16 explain
+        assert record["rollout/weight_version"] == version and record["rollout/proven_parameters"] > 0
+        assert 0 < record["rollout/log_probs_diff_mean"] < 0.1 and 0.8 < record["rollout/ess"] < 1
+        # routers of a quantized policy choose nearly the same
+        assert 0.8 < record["router/agreement"] <= 1
+    assert any(record["actor/grad_norm"] > 0 for record in command.metrics)
+
+
 @pytest.mark.slow
 def test_experts_of_log_probs_are_replayed_in_the_updates(tmp_path: Path) -> None:
     from tiny_task import make_other_task

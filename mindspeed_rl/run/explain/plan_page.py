@@ -253,7 +253,9 @@ def _describe_samples(run: Run) -> str:
             slow = f" (which only {sizes.npu_devices} has)"
         if sizes.others is not None:
             slow = f" (experts: {sizes.weights}; all others in {sizes.others})"
-        phrases.append(f"the engine's matrices are in {generate.quantization}{slow}, corrected by {mode}")
+        ranks = generate.infer_tensor_parallel_size
+        own = f", with scales of a token on each of {ranks} ranks" if generate.quantization == "int8" and ranks > 1 else ""
+        phrases.append(f"the engine's matrices are in {generate.quantization}{slow}{own}, corrected by {mode}")
     if rl.exact_log_probs:
         count = run.config.exact_slices
         slices = f", with sums over ranks in {count} slices" if count > 1 else ""

@@ -19,6 +19,7 @@ class _EngineLimits:
         linear_size: smallest width of a head of gated delta nets; 0 where every width is supported.
         linear_dtypes: formats of their weights; empty for all.
         linear_prefixes: whether prompts share a cached prefix of them.
+        linear_block: tokens of which the keys of an attention layer must divide one of their states in bytes; 0 without.
         sparse: whether latent attention may attend to chosen tokens only.
         sequences: default number of responses that are generated at once.
     """
@@ -28,6 +29,7 @@ class _EngineLimits:
     linear_size: int = 0
     linear_dtypes: tuple[str, ...] = ()
     linear_prefixes: bool = True
+    linear_block: int = 0
     sparse: bool = True
     sequences: int = 256
 
@@ -45,7 +47,12 @@ _LIMITS = {
         linear_prefixes=False,  # their states are kept between chunks of a prompt, and here a prompt is not cut (vllm_cpu.py)
         sparse=False,  # vLLM 0.32 has no backend of sparse attention there
         sequences=32,
-    )
+    ),
+    "npu": _EngineLimits(
+        linear_dtypes=("bfloat16",),  # vllm-ascend 0.23 asserts it for prompts, its recurrent operator takes nothing else
+        linear_prefixes=False,  # no run has proven the states that it keeps with them
+        linear_block=128,  # patch_mamba_config.py: blocks of the cache and states lie in one piece of memory
+    ),
 }
 _OTHERS = _EngineLimits()
 
@@ -146,6 +153,15 @@ def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) 
             f"{request.prefixes_key} must be false: on this platform the rollout engine caches no prefixes of gated delta "
             f"nets, which the model in {source} has",
         )
+    if limits.linear_block and shape.linear_state is not None and groups is not None and width is not None:
+        state, keys = shape.linear_state // request.tensor, limits.linear_block * max(groups // request.tensor, 1) * width * 2
+        if state % keys:
+            yield _Obstacle(
+                "linear_state",
+                f"the state of a gated delta net of the model in {source} has {state} bytes with {tensor}, which must be a "
+                f"multiple of {keys}, the keys of {limits.linear_block} tokens of an attention layer: on this platform the "
+                "rollout engine has both in one piece of memory",
+            )
     if shape.max_length is not None and request.length > shape.max_length:
         origin = f", from {request.length_origin}" if request.length_origin else ""
         yield _Obstacle(
@@ -187,4 +203,5 @@ def read_engine_shape(cfg: RunConfig) -> EngineShape:
         is_sparse=stored.is_sparse,
         linear_heads=stored.linear_heads,
         linear_size=stored.linear_size,
+        linear_state=stored.linear_state,
     )

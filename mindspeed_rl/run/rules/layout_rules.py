@@ -250,6 +250,7 @@ def _engine_limits(run: Run) -> Iterator[Broken]:
         "linear_size": {"linear_key_head_dim": shape.linear_size, **kernels},
         "linear_dtype": {_DTYPE: generate.dtype, **kernels},
         "linear_prefixes": {_PREFIXES: generate.enable_prefix_caching, **kernels},
+        "linear_state": {**tensor, **kernels},
         "length": {_LENGTH: generate.max_model_len},
     }
     needed = max(rl.max_prompt_length + cfg.response_limit, cfg.actor_config.seq_length or 0)

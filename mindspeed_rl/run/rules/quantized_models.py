@@ -18,9 +18,18 @@ _ON_CPU = (
 )
 #: value of the key -> those of them that vllm-ascend has quantized in a run on the simulated NPU
 _ON_NPU: dict[str, tuple[str, ...]] = {
-    "int8": ("qwen3_moe", "deepseek_v3", "qwen3_vl"),
-    "mxfp8": (),
+    "int8": (
+        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hy_v3"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    ),
+    "mxfp8": ("qwen3_moe", "qwen2_5_vl", "qwen3_vl"),
     "w4a8": ("qwen3_moe", "deepseek_v3"),
+}
+#: elements of a row whose scales vllm-ascend stores together, of experts in MXFP8
+_PAIR = 64
+#: family -> why vllm-ascend has not, where that is known
+_ABSENT_ON_NPU = {
+    "minimax_m2": "its attention calls an operator that vllm-ascend has with Triton only, which the simulated NPU lacks",
 }
 #: reason of `explain_unquantized` for models without experts in a format that only experts have
 UNQUANTIZED_DENSE = (
@@ -49,8 +58,11 @@ def explain_unquantized(name: str, model_config: ModelConfig, quantization: str,
     has = [kind for kind, is_there in kinds.items() if is_there]
     supported_families = _ON_NPU.get(quantization, ()) if platform == "npu" else _ON_CPU
     if not has or name in supported_families:
-        return ""
-    unproven = ", on npu, where no run has proven its layout" if platform == "npu" else ""
+        sizes = {"hidden_size": model_config.hidden_size, "moe_intermediate_size": model_config.moe_ffn_hidden_size}
+        is_paired = platform == "npu" and quantization == "mxfp8" and bool(model_config.moe_layers)
+        odd = [f"{key} is {size}" for key, size in sizes.items() if is_paired and size and size % _PAIR]
+        return f"for experts on npu whose rows are no multiples of {_PAIR} elements ({', '.join(odd)}); set int8" if odd else ""
+    unproven = f", on npu: {_ABSENT_ON_NPU.get(name, 'no run has proven its layout')}" if platform == "npu" else ""
     listed = ", ".join(supported_families) or "none"
     return f"for {name}, which has {has[0]}{unproven}; among such models it has {listed}; leave it out"
 

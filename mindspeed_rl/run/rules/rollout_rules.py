@@ -18,6 +18,7 @@ from mindspeed_rl.run.rules.quantized_models import UNQUANTIZED_DENSE, explain_a
 from mindspeed_rl.run.rules.violation import Broken, needs, read_key, violate
 
 _MODE = "rl_config.router_replay.mode"
+_EXCHANGE = "infer_moe_token_dispatcher_type"
 _OPPONENTS = "rl_config.opponents.roles"
 _COUNTS = "generate_config.eplb_token_collects"
 #: settings of vllm-ascend that are set by this suite -> what to do
@@ -472,8 +473,9 @@ def _quantization(run: Run) -> Iterator[Broken]:
     cfg, generate, key = run.config, run.generate, "generate_config.quantization"
     if generate.quantization is None:
         return
+    mended: dict[str, object] = {"enforce_eager": True, _EXCHANGE: "allgather"}
     for keys, reason in explain_quantization(run, cfg.platform):
-        change = {"generate_config.enforce_eager": True} if "enforce_eager" in keys else {key: None}
+        change = {f"generate_config.{name}": mended[name] for name in keys if name in mended} or {key: None}
         yield violate("quantization", f"[{key}] is not available {reason}", change, keys=keys)
 
 
@@ -507,21 +509,26 @@ def explain_quantization(run: Run, platform: str) -> Iterator[tuple[dict[str, ob
     ):
         if is_on:
             yield {} if other is None else {other: getattr(generate, other)}, reason
-    if is_npu and not _is_dense(run) and actor.num_experts:
-        yield from explain_unproven(run)
+    if is_npu and actor.num_experts:
+        yield from explain_block_experts(run)
 
 
-def explain_unproven(run: Run) -> Iterator[tuple[dict[str, object], str]]:
-    """Yield what quantized experts were not run with on the simulated NPU, as in `explain_quantization`."""
+def explain_block_experts(run: Run) -> Iterator[tuple[dict[str, object], str]]:
+    """Yield what experts in MXFP8 and int4 on NPUs cannot be used with, as in `explain_quantization`; nothing for int8."""
     generate, rl = run.generate, run.config.rl_config
-    replay = "disabled" if rl is None else rl.router_replay.mode
-    for name, value, is_on in (
-        ("infer_tensor_parallel_size", generate.infer_tensor_parallel_size, generate.infer_tensor_parallel_size > 1),
-        ("update_weight_mode", generate.update_weight_mode, generate.update_weight_mode == "delta"),
-        (_MODE, replay, replay == "R3"),
+    if generate.quantization == "int8":
+        return
+    replay, exchange = "disabled" if rl is None else rl.router_replay.mode, generate.infer_moe_token_dispatcher_type
+    unproven, is_mxfp8 = "no run on the simulated NPU has proven it", generate.quantization == "mxfp8"
+    wire = "MC2 sends the results of experts in 8 bits too, which is not the format; set allgather"
+    for name, value, is_on, reason in (
+        ("infer_tensor_parallel_size", generate.infer_tensor_parallel_size, generate.infer_tensor_parallel_size > 1, unproven),
+        ("update_weight_mode", generate.update_weight_mode, generate.update_weight_mode == "delta", unproven),
+        (_MODE, replay, replay == "R3", unproven),
+        (_EXCHANGE, exchange, is_mxfp8 and generate.enable_expert_parallel and exchange != "allgather", wire),
     ):
         if is_on:
-            yield {name: value}, f"for experts on npu with {name} ({value}): no run on the simulated NPU has proven it"
+            yield {name: value}, f"for experts in {generate.quantization} on npu with {name} ({value}): {reason}"
 
 
 #: platform without `exact_log_probs` -> the reason

@@ -65,7 +65,34 @@ QWEN35_PREDICTING = QWEN2 | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
     "attention_bias": False, "mtp_num_hidden_layers": 1,
 }  # fmt: skip
+#: blocks of attention's cache have the bytes of a state, on two ranks too: 128 tokens x 32 numbers are 4 x 32 x 32
+_HYBRID = QWEN2 | {
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "attention_bias": False,
+    "partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 8, "mtp_num_hidden_layers": 0,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+QWEN3_NEXT = _HYBRID | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "router_aux_loss_coef": 0.0,
+}  # fmt: skip
+#: three axes as in published configs, of which texts move along all alike
+QWEN35 = _HYBRID | {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+    "rope_parameters": {
+        "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default", "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+QWEN35_MOE = {key: value for key, value in QWEN35.items() if key != "intermediate_size"} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "router_aux_loss_coef": 0.0,
+}  # fmt: skip
 MODELS = {
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN35,
+    "qwen3_5_moe": QWEN35_MOE,
     "qwen2": QWEN2,
     "qwen2_yarn": QWEN2_YARN,
     "qwen3_moe": QWEN3_MOE,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -12,14 +14,18 @@ import torch.distributed as dist
 Tensor = torch.Tensor
 #: layers that keep the format of the run: what engines fold or widen, routers, the head, the tower
 KEPT = ("kv_b_proj", "in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate", "lm_head")
+#: layers of which each tensor-parallel rank has some of the columns
+ROW_PARALLEL = ("o_proj", "down_proj")
 #: all finite numbers of E4M3 that are not negative: 0 to 7 eighths of 2^-6, then 8 to 15 eighths of each power of two to 2^8
 E4M3 = [i / 8 * 2.0**-6 for i in range(8)] + [i / 8 * 2.0**e for e in range(-6, 9) for i in range(8, 16)][:-1]
 
 
-class Float32Torch(ModuleType):
-    """torch for a module that casts to bfloat16, in which it stays in float32."""
+class OtherTorch(ModuleType):
+    """torch with other formats under some names, for a module that casts."""
 
-    bfloat16 = torch.float32
+    def __init__(self, **formats: torch.dtype) -> None:
+        super().__init__("torch")
+        vars(self).update(formats)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -34,8 +40,25 @@ def quantize_float32() -> None:
     from vllm_ascend.ops.fused_moe import moe_mlp
     from vllm_ascend.quantization.modelslim_config import AscendModelSlimConfig
 
-    moe_mlp.torch = Float32Torch("torch")
+    moe_mlp.torch = OtherTorch(bfloat16=torch.float32)
     AscendModelSlimConfig.get_supported_act_dtypes = classmethod(lambda cls: [torch.bfloat16, torch.float32])
+
+
+def return_float32() -> None:
+    """Experts in MXFP8 return float32, in graphs too, which an engine captures when it is built.
+
+    vllm-ascend has them return bfloat16 in a model of bfloat16 and float16 in any other, for which the format is not made.
+    """
+    importlib.import_module("vllm_ascend.ops")  # imports the module of this class, which else imports it
+    from vllm_ascend.device.device_op import A5DeviceAdaptor
+
+    read_types = A5DeviceAdaptor.get_quant_gmm2_kwargs
+
+    def widen(*, use_mxfp_quant: bool = False, **others: Any) -> dict[str, Any]:
+        types = read_types(use_mxfp_quant=use_mxfp_quant, **others)
+        return types | {"output_dtype": torch.float32} if use_mxfp_quant else types
+
+    A5DeviceAdaptor.get_quant_gmm2_kwargs = staticmethod(widen)
 
 
 def round_rows(x: Tensor, scale_dtype: torch.dtype) -> Tensor:
@@ -69,24 +92,35 @@ def multiply_int4(x: Tensor, weight: Tensor) -> Tensor:
     return round_rows(x.double(), torch.float32) @ round_groups(weight.double()).t()
 
 
-def multiply(x: Tensor, weight: Tensor, quantization: str, dtype: torch.dtype) -> Tensor:
-    """Return x @ weight^T in a format, in float64; scales of int8 weights are stored in the engine's type."""
+def multiply(x: Tensor, weight: Tensor, quantization: str, dtype: torch.dtype, parts: int = 1) -> Tensor:
+    """Return x @ weight^T in a format, in float64; scales of int8 weights are stored in the engine's type.
+
+    Args:
+        parts: ranks that have equal parts of the columns. In int8 each rank quantizes its part of a row of x by itself, with
+            a scale of its own; the weights have one scale for the full row.
+    """
     x, weight = x.double(), weight.double()
     if quantization == "mxfp8":
         return round_blocks(x) @ round_blocks(weight).t()
-    return round_rows(x, torch.float32) @ round_rows(weight, dtype).t()
+    rounded = torch.cat([round_rows(part, torch.float32) for part in x.chunk(parts, -1)], -1)
+    return rounded @ round_rows(weight, dtype).t()
 
 
-def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype) -> None:
-    """Let transformers' model compute the layers in a format that engines have in it."""
+def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype, ranks: int = 1, expert_ranks: int = 1) -> None:
+    """Let transformers' model compute the layers in a format that engines have in it.
 
-    def linear(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    Args:
+        ranks: tensor-parallel ranks, which divide the columns of the output matrices of attention and MLPs.
+        expert_ranks: ranks that divide those of each expert; 1 where a rank has full experts.
+    """
+
+    def linear(layer: Any, inputs: tuple[Tensor, ...], output: Tensor, parts: int) -> Tensor:
         rows = inputs[0].reshape(-1, inputs[0].shape[-1])
-        done = multiply(rows, layer.weight.data, quantization, dtype).to(output.dtype).view(output.shape)
+        done = multiply(rows, layer.weight.data, quantization, dtype, parts).to(output.dtype).view(output.shape)
         return done if layer.bias is None else done + layer.bias
 
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        return multiply_int4(x, weight) if quantization == "w4a8" else multiply(x, weight, quantization, dtype)
+    def product(x: Tensor, weight: Tensor, parts: int = 1) -> Tensor:
+        return multiply_int4(x, weight) if quantization == "w4a8" else multiply(x, weight, quantization, dtype, parts)
 
     def experts(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x, ids, factors = (one.view(-1, one.shape[-1]) for one in inputs)
@@ -96,14 +130,15 @@ def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype) ->
                 row, up_down = x[token][None], (layer.gate_up_proj.data[expert], layer.down_proj.data[expert])
                 gate, up = product(row, up_down[0]).float().chunk(2, dim=-1)
                 inner = torch.nn.functional.silu(gate) * up
-                total[token] += factor * product(inner, up_down[1])[0]
+                total[token] += factor * product(inner, up_down[1], expert_ranks)[0]
         return total.to(output.dtype).view(output.shape)
 
     for name, module in reference.named_modules():
         if isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
             module.register_forward_hook(experts)
-        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] not in KEPT and "visual" not in name:
-            module.register_forward_hook(linear)
+        end = name.rpartition(".")[2]
+        if isinstance(module, torch.nn.Linear) and end not in KEPT and "visual" not in name:
+            module.register_forward_hook(partial(linear, parts=ranks if end in ROW_PARALLEL else 1))
 
 
 class QuantizedSync:
@@ -166,6 +201,21 @@ class QuantizedSync:
                 detected.append(end if shown in str(error) else str(error))
             elements[place] -= 1
         return detected
+
+    def stays_damaged(self, version: int) -> bool:
+        """Return True where another sync of the same weights leaves another byte as it is, which is put right again."""
+        from mindspeed_rl.resharding.proof import WeightDeliveryError
+
+        parameters = self._engine.get_model().named_parameters()
+        elements = [value.data for name, value in parameters if name.endswith("w2_weight")][-1].view(torch.uint8)
+        elements[-1, -1, -1] += 1
+        self._engine.load_weights(self._write, version)
+        try:
+            self.prove()
+        except WeightDeliveryError:
+            elements[-1, -1, -1] -= 1
+            return True
+        return False
 
     def _write(self, model: Any) -> None:
         from mindspeed_rl.adaptors.engine_hooks import DERIVED

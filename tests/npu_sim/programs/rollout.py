@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +17,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import MODELS
-from quantized_reference import Float32Torch, QuantizedSync, quantize_float32, quantize_reference
+from quantized_reference import OtherTorch, QuantizedSync, quantize_float32, quantize_reference, return_float32
 from ranks import rank_settings, report
 
 PROMPTS = ([11, 12, 13, 14, 15], [40, 41], [7] * 20, [100, 3, 9, 77, 5, 61, 33])
 NEW_TOKENS = 8
+#: names of what the last push changes
+MLPS = r"\.mlp\.|\.block_sparse_moe\."
 
 
 def keep_float32() -> None:
-    """Latent attention of prompts is computed in float32 where the model is.
+    """Latent attention and gated delta nets compute prompts in float32 where the model is in it.
 
-    vllm-ascend casts to bfloat16 and back there, because the device's operator takes nothing wider. The simulated one does, and
-    behind the cast nothing can be compared more closely than to two digits.
+    vllm-ascend casts the first to bfloat16 and back, and refuses float32 in the second, because the device's operators take
+    nothing wider. The simulated ones do, and behind the cast nothing can be compared more closely than to two digits.
     """
     from vllm_ascend.attention import mla_v1
+    from vllm_ascend.ops.triton.fla import chunk
 
-    mla_v1.torch = Float32Torch("torch")
+    mla_v1.torch = OtherTorch(bfloat16=torch.float32)
+    # float32, which it refuses, is float64 to it
+    chunk.torch = OtherTorch(bfloat16=torch.float32, float32=torch.float64)
 
 
 def decode(reference: Any, prompt: list[int], sampling: Any, end: int) -> list[int]:
@@ -67,11 +74,12 @@ def count_decode(engine: Any, requests: int) -> list[int]:
 def main() -> None:
     """Ranks of one replica, or of replicas that share experts, and what each of them reports.
 
-    Settings: model, dtype, tensor_parallel, rounds of sleep, drafts (`speculative_config`), cast_prompts (True as it is),
-    generate (further keys of generate_config), sharing (replicas that share experts; without it each has all of them), prompts
-    (of each rank, the numbers of those it answers), experts_of_devices (of each layer; for `expert_map_path`), routing (whether
-    the experts of each token are reported), sampling (several groups of keys of sampling_config, for greedy responses),
-    delta (syncs of quantized weights write what has changed).
+    Settings: model or family (of `tiny_families`, with other sizes), dtype, tensor_parallel, rounds of sleep, drafts
+    (`speculative_config`), cast_prompts (True as it is), generate (further keys of generate_config), sharing (replicas that
+    share experts; without it each has all of them), prompts (of each rank, the numbers of those it answers), experts_of_devices
+    (of each layer; for `expert_map_path`), routing (whether the experts of each token are reported), sampling (several groups
+    of keys of sampling_config, for greedy responses), delta (syncs of quantized weights write what changed), seed of weights,
+    counts (False without the kernels of a token), longest (tokens of the first prompt in place of its own).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
@@ -84,6 +92,7 @@ def main() -> None:
     device = platform.select("npu")
     adaptors.apply("rollout")
     device.set_device(rank)
+    from scripts import ROOT
     from transformers import AutoConfig, AutoModelForCausalLM
     from vllm.compilation.counter import compilation_counter
 
@@ -96,13 +105,24 @@ def main() -> None:
     torch_dtype = getattr(torch, settings.get("dtype", "bfloat16"))
     folder = Path(os.environ["NPU_SIM_REPORT_DIR"], f"model{rank}")
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MODELS[settings.get("model", "qwen2")]))
-    torch.manual_seed(5)
-    reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    if "family" in settings:
+        sys.path.append(str(ROOT / "tests" / "dist"))
+        import tiny_families
+
+        shape = tiny_families._CONFIGS[settings["family"]]()
+        for key, value in settings.get("sizes", {}).items():
+            setattr(shape, key, value)
+    else:
+        (folder / "config.json").write_text(json.dumps(MODELS[settings.get("model", "qwen2")]))
+        shape = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(settings.get("seed", 5))
+    reference = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(parameter.to(torch_dtype) * 4)  # far from uniform, and equal on both sides
     reference.save_pretrained(folder / "weights")  # in a process group, only rank 0 would write
+    if "family" in settings:  # with the keys of published models
+        (folder / "config.json").write_text((folder / "weights" / "config.json").read_text())
     dist.init_process_group("hccl")
     tp = settings.get("tensor_parallel", 1)
     config = GenerateConfig(
@@ -125,6 +145,8 @@ def main() -> None:
         config = dataclasses.replace(config, **{"expert_map_path": str(path)})
     if config.quantization and torch_dtype == torch.float32:
         quantize_float32()
+        if config.quantization == "mxfp8":
+            return_float32()
     engine = VllmEngine(
         folder,
         config,
@@ -137,6 +159,8 @@ def main() -> None:
         keep_float32()
     numbers = settings["prompts"][rank] if "prompts" in settings else range(len(PROMPTS))
     prompts = [PROMPTS[number] for number in numbers]
+    if length := settings.get("longest", 0):
+        prompts[0] = [(3 * place) % 97 + 20 for place in range(length)]
     requests = [GenerationRequest(list(prompt), 7 + number) for number, prompt in zip(numbers, prompts)]
 
     def used() -> int:
@@ -150,7 +174,7 @@ def main() -> None:
         from safetensors.torch import load_file
 
         tensors = load_file(folder / "weights" / "model.safetensors")
-        scaled = lambda name: scale if "mlp" in name else 1.0  # noqa: E731
+        scaled = lambda name: scale if re.search(MLPS, name) else 1.0  # noqa: E731
         changed = {name: (t * scaled(name)).to(torch_dtype) for name, t in tensors.items()}
         if config.quantization:
             proven.append(sync.load(changed, version))
@@ -161,7 +185,8 @@ def main() -> None:
         return [(completion.token_ids, completion.log_probs) for completion in engine.generate(requests)]
 
     if config.quantization:  # the reference computes as the format is defined
-        quantize_reference(reference, config.quantization, torch_dtype)
+        expert_ranks = 1 if config.enable_expert_parallel else tp
+        quantize_reference(reference, config.quantization, torch_dtype, tp, expert_ranks)
     result: dict[str, object] = {"built_mib": used()}
     engine.restore_memory("weights")
     push(0)
@@ -210,13 +235,14 @@ def main() -> None:
             result += (wanted - torch.tensor(log_probs)).abs().tolist()
         return result
 
-    if "drafts" not in settings and tp == 1 and dist.get_world_size() == 1:
+    if settings.get("counts", True) and "drafts" not in settings and tp == 1 and dist.get_world_size() == 1:
         result["decode_kernels"] = {count: count_decode(engine, count) for count in (1, 3, 8)}
         alone = engine.generate(requests[1:2], Sampling(1.0, NEW_TOKENS, (1,)))
         result["same_alone"] = alone[0].token_ids == first[1][0]
     drifts = gaps(first, 1.0)
     result["worst"], result["mean"] = max(drifts), sum(drifts) / len(drifts)
     result["close"] = sum(drift < 1e-5 for drift in drifts) / len(drifts)
+    result["ninth"] = sorted(drifts)[int(0.9 * len(drifts))]
     sampled = [value for _, log_probs in first for value in log_probs]
     result["mean_log_prob"] = sum(sampled) / max(len(sampled), 1)
     # vLLM applies min_p to no draft
@@ -243,8 +269,16 @@ def main() -> None:
     engine.restore_memory("weights")
     push(9, 3.0)
     engine.restore_memory("cache")
-    result["other_weights_differ"] = sample_tokens() != first
+    other = sample_tokens()
+    result["other_weights_differ"] = other != first
+    with torch.no_grad():
+        for name, value in reference.named_parameters():
+            if re.search(MLPS, name):
+                value.copy_((value * 3.0).to(torch_dtype))
+    result["worst_other"] = max(gaps(other, 1.0))
     if config.quantization:
+        if settings.get("delta"):
+            result["stays_damaged"] = sync.stays_damaged(9)
         result |= {"proven": proven, "in_bytes": sync.list_types(), "damage": sync.find_damage()}
     import simulator
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,18 @@ from quantized_reference import QuantizedSync, quantize_float32, quantize_refere
 from ranks import rank_settings, report
 
 NEW_TOKENS = 6
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the same tensors with each expert by itself, as a weight sync sends them."""
+    for name, tensor in tensors.items():
+        before, _, end = name.rpartition(".")
+        for expert, matrix in enumerate(tensor if end in ("gate_up_proj", "down_proj") else ()):
+            parts = {"gate_proj": 0, "up_proj": 1} if end == "gate_up_proj" else {"down_proj": 0}
+            for part, index in parts.items():
+                yield f"{before}.{expert}.{part}.weight", matrix.chunk(len(parts))[index].clone()
+        if end not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
 
 
 def main() -> None:
@@ -41,14 +54,14 @@ def main() -> None:
 
     example = load_script("examples/vision/make_task.py")
     folder = Path(os.environ["NPU_SIM_REPORT_DIR"], "model")
-    if family == "qwen3":
-        tiny_vision.save_for_the_example(example, folder)
+    if family.startswith("qwen3"):
+        tiny_vision.save_for_the_example(example, folder, experts=family == "qwen3_moe")
     else:
         example.save_model(folder)
     # the processor's own limits would make smaller frames
     path = folder / "video_preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"size": {"shortest_edge": 784, "longest_edge": 1568}}))
-    limits = MediaLimits(video_max_pixels=6 * 56 * 56 if family == "qwen3" else 56 * 56)
+    limits = MediaLimits(video_max_pixels=6 * 56 * 56 if family.startswith("qwen3") else 56 * 56)
     pictures = []
     for index in range(2):
         pictures.append(str(folder / f"{index}.png"))
@@ -76,7 +89,8 @@ def main() -> None:
         quantize_float32()
     engine = VllmEngine(folder, config, Sampling(1.0, NEW_TOKENS, (1,)), run_id="v", kv_bytes_per_token=4096, image_rules=rules)
     engine.restore_memory("weights")
-    weights, sync, proven = load_file(folder / "model.safetensors"), QuantizedSync(engine, str(quantization), torch.float32), []
+    weights = dict(split_experts(load_file(folder / "model.safetensors")))
+    sync, proven = QuantizedSync(engine, str(quantization), torch.float32), []
     if quantization:
         proven = [sync.load(weights, version) for version in range(2)]
     else:

@@ -19,11 +19,13 @@ the first also of int4 |
 | `_C_ascend::bgmv_*`, `_C_ascend::sgmv_*` | vllm-ascend's products with adapters |
 | `_C_ascend::moe_gating_top_k`, `_C_ascend::npu_moe_init_routing_custom` | vllm-ascend's own operators of experts |
 | `_C_ascend::npu_dequant_swiglu_quant` | the same, of experts in int8 |
-| `vllm::triton_split_qkv_rmsnorm_mrope` | vllm-ascend's Triton kernel of attention with norms and three rotary axes |
+| `vllm::triton_split_qkv_rmsnorm_mrope` | vllm-ascend's Triton kernel of attention with norms, gates and three rotary axes |
 | models that run as they are written | torch's compiler, which vLLM calls for `enforce_eager: false` |
+| `_C_ascend` operators and Triton kernels of gated delta nets | see `delta_nets` |
 | slot mapping of the block table | vLLM's Triton kernel `_compute_slot_mapping_kernel`, for one context-parallel rank |
 | `vllm_ascend_C` | the wheel's extension: sleep mode's allocator only (`cann/camem.cpp`) |
-| all other custom operators (`_C_ascend`), Triton | said to be absent, so vllm-ascend takes its paths without them |
+| all other custom operators (`_C_ascend`) | said to be absent, so vllm-ascend takes its paths without them |
+| Triton | the same; kernels that are called in any case run by its interpreter, see `delta_nets` |
 
 All of it computes on CPU views of device memory. What is asked for in a form that is not here is an error that names it.
 """
@@ -40,7 +42,7 @@ from typing import Any
 
 import torch
 
-from simulator import calls, mc2, parallel_products
+from simulator import calls, delta_nets, mc2, parallel_products
 from simulator.fused import Tensor, _kernel, _rms_norm, _rotary
 from simulator.graphs import recorded
 from simulator.memory import cpu_view, device_copy
@@ -820,27 +822,30 @@ def _split_qkv_norm_mrope(
     eps: float, mrope_section: list[int], is_interleaved: bool, rope_dim: int | None = None, q_bias: Tensor | None = None,
     k_bias: Tensor | None = None, has_gate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Query and key normalised by head and rotated, and the value.
+    """Query and key normalised by head and rotated in their first `rope_dim` numbers, the value, and the gate beside queries.
 
     Frequency i turns by the position on one axis: time, but in interleaved form height for i = 1, 4, 7 ... below 3 times its
     section, and width for i = 2, 5, 8 ...; else the sections come one after the other.
 
     Args:
+        qkv: [tokens, ...]; with a gate each head of the query has its gate behind it.
         cos_sin: [3, tokens, rope_dim], the cosines and then the sines of each axis.
     """
-    if q_bias is not None or k_bias is not None or has_gate or rope_dim not in (None, head_size):
-        raise RuntimeError("triton_split_qkv_rmsnorm_mrope: biases, gates and partly rotated heads are not simulated")
+    if q_bias is not None or k_bias is not None:
+        raise RuntimeError("triton_split_qkv_rmsnorm_mrope: biases are not simulated")
+    width = head_size if rope_dim is None else rope_dim
     axes = [axis for axis, size in enumerate(mrope_section) for _ in range(size)]
     if is_interleaved:
-        axes = [index % 3 if index < 3 * mrope_section[index % 3] else 0 for index in range(head_size // 2)]
+        axes = [index % 3 if index < 3 * mrope_section[index % 3] else 0 for index in range(width // 2)]
     chosen = torch.tensor(axes).expand(1, cos_sin.shape[1], -1)
     cos, sin = (part.float().gather(0, chosen)[0, :, None].repeat(1, 1, 2) for part in cos_sin.chunk(2, -1))
-    query, key, value = qkv.split([num_q_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size], -1)
-    normed = [
-        _rms_norm(rows.unflatten(-1, (-1, head_size)), weight, eps)[0] for rows, weight in ((query, q_weight), (key, k_weight))
-    ]
-    query, key = (_rotary(rows.float(), cos, sin).to(qkv.dtype).flatten(1) for rows in normed)
-    return query, key, value.contiguous(), qkv.new_empty(0)
+    queries = num_q_heads * head_size * (2 if has_gate else 1)
+    query, key, value = qkv.split([queries, num_kv_heads * head_size, num_kv_heads * head_size], -1)
+    query, *gate = query.unflatten(-1, (num_q_heads, -1)).split(head_size, -1)
+    rows = [_rms_norm(query, q_weight, eps)[0], _rms_norm(key.unflatten(-1, (-1, head_size)), k_weight, eps)[0]]
+    turned = [torch.cat([_rotary(part[..., :width].float(), cos, sin), part[..., width:].float()], -1) for part in rows]
+    query, key = (part.to(qkv.dtype).flatten(1) for part in turned)
+    return query, key, value.contiguous(), gate[0].flatten(1).contiguous() if gate else qkv.new_empty(0)
 
 
 _MROPE = (
@@ -910,6 +915,8 @@ AFTER_IMPORT = {
     "vllm_ascend.utils": _without_custom_operators,
     "vllm.triton_utils.importing": _without_triton,
     "vllm.compilation.decorators": _without_compiler,
+    "vllm.triton_utils": delta_nets.triton_by_interpreter,
+    "vllm_ascend.ops.triton.triton_utils": delta_nets.triton_of_ascend,
 }
 
 
@@ -944,9 +951,12 @@ def install() -> None:
         write = recorded(f"npu::{name}.out", _into(function))
         npu.impl(getattr(torch.ops.npu, name).out, write, "PrivateUse1", allow_override=True)
     custom = torch.library.Library("_C_ascend", "DEF")
-    for name, (schema, function) in _CUSTOM.items():
+    for name, (schema, function) in (_CUSTOM | delta_nets.OPERATORS).items():
         custom.define(name + schema)
         custom.impl(name, _kernel(name, function), "PrivateUse1")
+    for name, (schema, function) in delta_nets.WRITING.items():
+        custom.define(name + schema)
+        custom.impl(name, recorded(f"_C_ascend::{name}", function), "PrivateUse1")
     for name, schema in _ADAPTERS.items():
         custom.define(name + schema)
         custom.impl(name, recorded(f"_C_ascend::{name}", _adapter_kernel(name)), "PrivateUse1")

@@ -43,8 +43,10 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "vllm_ascend.worker.block_table": _part_of_vllm,
     "vllm_ascend._build_info": _part_of_vllm,
     "vllm_ascend.utils": _part_of_vllm,
+    "vllm.triton_utils": _part_of_vllm,
     "vllm.triton_utils.importing": _part_of_vllm,
     "vllm.compilation.decorators": _part_of_vllm,
+    "vllm_ascend.ops.triton.triton_utils": _part_of_vllm,
 }
 
 
@@ -85,6 +87,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 if "NPU_SIM_DEVICES" in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported first
     records = os.environ.get("NPU_SIM_LINES")
     if records:
         line_record.install(records)

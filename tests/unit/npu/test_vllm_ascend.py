@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_rl.adaptors import vllm_ascend
+from mindspeed_rl.adaptors import vllm_ascend, vllm_ascend_experts
 from mindspeed_rl.adaptors.vllm_ascend_sleep import subtract_ranges
 from mindspeed_rl.cli.doctor import stack
 from mindspeed_rl.config import GenerateConfig
@@ -450,3 +450,12 @@ def test_memory_that_no_sync_writes_is_all_that_is_left_of_the_blocks(seed: int)
     lost = {address for start, stop in taken for address in range(start, stop)}
     assert kept == {address for start, stop in blocks for address in range(start, stop)} - lost
     assert sum(stop - start for start, stop in left) == len(kept) and all(start < stop for start, stop in left)
+
+
+@pytest.mark.parametrize(("total", "ranks"), [(8, 2), (7, 2), (2, 2), (9, 4), (4, 4)])
+def test_shares_of_tokens_become_all_tokens_in_their_order(total: int, ranks: int) -> None:
+    tokens = torch.arange(2 * total).view(total, 2)
+    shares = torch.tensor_split(tokens, ranks)  # as vllm-ascend divides them
+    most = max(map(len, shares))
+    gathered = torch.cat([nn.functional.pad(share, (0, 0, 0, most - len(share)), value=-1) for share in shares])
+    assert torch.equal(vllm_ascend_experts.join_shares(gathered, total, ranks), tokens)

@@ -91,19 +91,31 @@ def test_gated_delta_nets_that_the_cpu_has_no_kernels_for_are_named(tmp_path: Pa
     assert {item.rule for item in validate(run(tmp_path / "m", small))} == {"rollout.linear_dtype", "rollout.linear_size"}
     split = validate(run(tmp_path / "m", HYBRID, devices=4, tensor=4))
     assert "linear_num_key_heads (2) must be divisible by" in str(next(i for i in split if i.rule == "rollout.linear_heads"))
-    assert validate(run(tmp_path / "m", HYBRID, platform="npu")) == []
+    assert [item.rule for item in validate(run(tmp_path / "m", HYBRID, platform="npu"))] == ["rollout.linear_dtype"]
 
 
-def test_gated_delta_nets_have_no_cached_prefixes_on_the_cpu(tmp_path: Path) -> None:
+def test_states_of_gated_delta_nets_fit_blocks_of_the_cache_on_npus(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"megatron_training": {"bf16": True}, "generate_config": {"dtype": "bfloat16"}}
+    # 4 heads x 64 x 64 are 2 heads x 64 of 128 tokens, and half of it is not
+    assert validate(run(tmp_path / "m", HYBRID, **keys, platform="npu")) == []
+    narrow = {**HYBRID, "linear_value_head_dim": 32}
+    (found,) = validate(run(tmp_path / "m", narrow, **keys, platform="npu"))
+    assert found.rule == "rollout.linear_state" and "has 16384 bytes" in str(found) and "multiple of 32768" in str(found)
+    # in float32 it has twice the bytes
+    wide = {**narrow, "model_type": "qwen3_5_text", "mamba_ssm_dtype": "float32"}
+    assert validate(run(tmp_path / "m", wide, **keys, platform="npu")) == []
+
+
+@pytest.mark.parametrize("platform", ["cpu", "npu"])
+def test_gated_delta_nets_have_no_cached_prefixes(tmp_path: Path, platform: str) -> None:
     keys: dict[str, Any] = {
         "megatron_training": {"bf16": True},
         "generate_config": {"dtype": "bfloat16", "enable_prefix_caching": True},
     }
-    (found,) = validate(run(tmp_path / "m", HYBRID, **keys))
+    (found,) = validate(run(tmp_path / "m", HYBRID, **keys, platform=platform))
     assert found.rule == "rollout.linear_prefixes" and str(tmp_path / "m") in str(found)
     assert "generate_config.enable_prefix_caching must be false" in str(found)
-    assert validate(run(tmp_path / "m", HYBRID, **keys, platform="npu")) == []
-    assert validate(run(tmp_path / "m", PLAIN, **keys)) == []
+    assert validate(run(tmp_path / "m", HYBRID, **keys, platform="cuda")) == validate(run(tmp_path / "m", PLAIN, **keys)) == []
 
 
 #: names of the number of experts in config.json

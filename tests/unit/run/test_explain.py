@@ -358,6 +358,9 @@ def test_engines_that_share_experts_are_shown_with_their_groups(name: str, repli
     assert f"experts over {devices} devices (EP{devices})" in holds
 
 
+_TWO_RANKS = ("rl_config.actor_resource.num_npus=2", "generate_config.infer_tensor_parallel_size=2")
+
+
 def test_an_engine_in_int8_is_corrected_unless_the_run_file_says_otherwise() -> None:
     keys = ["platform=cpu", "generate_config.quantization=int8"]
     run = load_run("grpo_tiny_cpu", None, keys)
@@ -365,6 +368,8 @@ def test_an_engine_in_int8_is_corrected_unless_the_run_file_says_otherwise() -> 
     assert report["errors"] == [] and run.objective is not None
     assert run.rl.rollout_importance_sampling_mode == "token_truncate" and run.objective.correction is not None
     assert "the engine's matrices are in int8, corrected by token_truncate" in render(report)
+    ranks = explain(load_run("grpo_tiny_cpu", None, [*keys, *_TWO_RANKS]))
+    assert "in int8, with scales of a token on each of 2 ranks, corrected" in " ".join(render(ranks).split())
     blocks = explain(load_run("grpo_tiny_cpu", None, ["platform=cpu", "generate_config.quantization=mxfp8"]))
     said = "matrices are in mxfp8 (emulated in float32: slow, and no memory is saved), corrected by token_truncate"
     assert blocks["errors"] == [] and said in " ".join(render(blocks).split())

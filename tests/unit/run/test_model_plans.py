@@ -111,9 +111,11 @@ def test_a_policy_that_the_engine_does_not_compute_is_refused_before_a_worker_st
         ("gpt-oss", "cpu", "int8", "gpt_oss, which has experts; among such"),
         ("qwen3-moe", "cpu", "int8", ""),
         ("qwen3-moe", "npu", "int8", ""),
-        ("mixtral", "npu", "int8", "mixtral, which has experts, on npu, where no run has proven its layout; among such"),
-        ("mixtral", "npu", "w4a8", "mixtral, which has experts, on npu, where no run has proven its layout; among such"),
-        ("mixtral", "npu", "mxfp8", "mixtral, which has experts, on npu, where no run has proven its layout; among such"),
+        ("qwen3-moe", "npu", "mxfp8", "experts on npu whose rows are no multiples of 64 elements (moe_inter"),
+        ("mixtral", "npu", "int8", ""),
+        ("minimax-m2", "npu", "int8", "minimax_m2, which has experts, on npu: its attention calls an operator that"),
+        ("mixtral", "npu", "w4a8", "mixtral, which has experts, on npu: no run has proven its layout; among such"),
+        ("mixtral", "npu", "mxfp8", "mixtral, which has experts, on npu: no run has proven its layout; among such"),
     ],
 )
 def test_a_policy_that_no_test_has_quantized_is_refused_by_name(

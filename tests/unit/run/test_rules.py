@@ -600,8 +600,12 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         *("quantization", ["quantization (int8)", "enable_expert_parallel", "engines share experts: only npu has it"]),
     ),
     (
-        {"platform": "npu", M: EXPERTS, G: {"quantization": "int8", "infer_tensor_parallel_size": 2}},
-        *("quantization", ["for experts on npu with infer_tensor_parallel_size (2)", "no run on the simulated NPU"]),
+        {"platform": "npu", M: EXPERTS, G: {"quantization": "mxfp8", "enable_expert_parallel": True}},
+        *("quantization", ["quantization (mxfp8)", "infer_moe_token_dispatcher_type (auto)", "MC2", "set allgather"]),
+    ),
+    (
+        {"platform": "npu", M: EXPERTS, G: {"quantization": "mxfp8", "update_weight_mode": "delta"}},
+        *("quantization", ["quantization (mxfp8)", "update_weight_mode (delta)", "no run on the simulated NPU"]),
     ),
     (
         {"platform": "npu", G: {"quantization": "w4a8", "dtype": "bfloat16"}},
