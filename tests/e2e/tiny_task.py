@@ -68,6 +68,10 @@ OTHER_MODELS = {
         **_SIZES | _HYBRID | _EXPERTS | {"tie_word_embeddings": False}, num_experts=4, shared_expert_intermediate_size=32
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES | _EXPERTS, num_experts=4, head_dim=32),
+    # rows of whole groups of int4, of which vllm-ascend has 256 elements
+    "qwen3-moe-groups": lambda: Qwen3MoeConfig(
+        **_SIZES | _EXPERTS | {"hidden_size": 256, "moe_intermediate_size": 256}, num_experts=4, head_dim=32
+    ),
     # the second layer attends to the tokens of the first
     "glm5": lambda: transformers.GlmMoeDsaConfig(**_SPARSE | {"indexer_types": ["full", "shared"], "rms_norm_eps": 1e-6}),
     "deepseek-v3.2": lambda: transformers.DeepseekV32Config(**_SPARSE, n_group=2, topk_group=1),

@@ -180,6 +180,22 @@ def test_grpo_with_experts_in_int8_runs_as_a_command(name: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.extra
+def test_grpo_with_experts_in_int4_runs_as_a_command(tmp_path: Path) -> None:
+    from tiny_task import make_other_task
+
+    task = make_other_task(tmp_path / "task", "qwen3-moe-groups")
+    keys = ["+model.tiny_qwen25.num_experts=4", "rl_config.mini_batch_size=4", "generate_config.quantization=w4a8"]
+    command = finished(task, tmp_path, *COMMON, *layout(1), *keys, timeout_s=LIMIT_S)
+    assert len(command.metrics) == ITERATIONS
+    for version, record in enumerate(command.metrics, 1):
+        assert record["rollout/weight_version"] == version and record["rollout/proven_parameters"] > 0
+        # int4 is 10 % off or more in a product
+        assert 0 < record["rollout/log_probs_diff_mean"] < 1.0 and 0.2 < record["rollout/ess"] < 1
+    assert any(record["actor/grad_norm"] > 0 for record in command.metrics)
+
+
+@pytest.mark.slow
 def test_experts_of_log_probs_are_replayed_in_the_updates(tmp_path: Path) -> None:
     from tiny_task import make_other_task
 
