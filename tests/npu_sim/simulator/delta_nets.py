@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -338,6 +338,13 @@ def _allow_any_shape() -> None:
     setattr(semantic.TritonSemantic, "arange", arange)  # noqa: B010
 
 
+class _Driver:
+    """What is asked of Triton's driver before kernels run."""
+
+    def get_current_target(self) -> SimpleNamespace:
+        return SimpleNamespace(backend="npu")
+
+
 def triton_by_interpreter(module: ModuleType) -> None:
     """Gives vLLM's modules Triton itself, which needs TRITON_INTERPRET in the environment before its first import.
 
@@ -351,6 +358,8 @@ def triton_by_interpreter(module: ModuleType) -> None:
     if not triton.knobs.runtime.interpret:
         raise RuntimeError("triton was imported without TRITON_INTERPRET=1")
     module.triton, module.tl, module.tldevice = triton, triton.language, libdevice
+    # asked for the kind of the device; where MindSpeed lets torch.cuda say yes, Triton would take its driver for CUDA
+    triton.runtime.driver.set_active(_Driver())
     _allow_any_shape()
     if not hasattr(GridExecutor, "run_on_host"):
         GridExecutor.run_on_host, GridExecutor.__call__ = GridExecutor.__call__, _run_kernel
