@@ -92,6 +92,13 @@ class EngineHooks:
         """Return extra keyword arguments of `LLM(...)` for a run's rollout keys."""
         return {}
 
+    def check_arguments(self, config: GenerateConfig, arguments: Mapping[str, Any]) -> None:
+        """Check that the installed release serves the arguments of `LLM(...)`.
+
+        Raises:
+            ValueError: it does not.
+        """
+
     def override_config(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a model's config.json that the engine must read otherwise than they are."""
         del hf_config

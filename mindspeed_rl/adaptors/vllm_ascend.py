@@ -259,6 +259,13 @@ class VllmAscendHooks(EngineHooks):
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}
         return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
 
+    def check_arguments(self, config: GenerateConfig, arguments: Mapping[str, Any]) -> None:
+        reports = bool(arguments.get("enable_return_routed_experts"))
+        if config.quantization is not None:
+            vllm_ascend_quantized.check_release(
+                config.quantization, self._release or _installed_release(), reports_experts=reports
+            )
+
     def override_config(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         return vllm_hybrid_texts.override_config(hf_config)
 

@@ -70,12 +70,20 @@ _CAST = "ACL_FORMAT_FRACTAL_NZ"
 _INT8_EXPERTS = "AscendW8A8DynamicFusedMoEMethod"
 _LAYER = "vllm_ascend.ops.fused_moe.fused_moe"
 _SHARED = "_forward_shared_experts"
+#: classes that compute shared experts: of 0.23, and of 0.24 to 0.26
+_OWNERS = ("AscendFusedMoE", "AscendMoERunner")
+#: releases whose int8 experts are chosen by `select_experts` of their module, and whose runner marks layers that report
+_REPORTING = ((0, 23), (0, 24), (0, 25), (0, 26))
+#: last release with a scale of int4 per group
+_LAST_WITH_GROUPS = (0, 26)
 _PLAIN = 2
 _EXPERTS = ("w13_weight", "w2_weight")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 #: types of elements other than int8: of the kernels, MXFP8 and int4, and while they are loaded
 BLOCK_TYPES = (torch.float8_e4m3fn, torch.int32, torch.uint8)
 _BLOCK = 32
+#: bytes of int4 that are summed at once
+_CHUNK = 1 << 26
 
 
 def keep_plain_format() -> None:
@@ -94,22 +102,24 @@ def report_experts() -> None:
         module: Any = importlib.import_module(_METHODS)
     except ImportError:
         return  # of a release that has int8 elsewhere
-    scheme = getattr(module, _INT8_EXPERTS, None)
-    if scheme is None or module.select_experts.__module__ == __name__:
-        return
-    compute, select = scheme.apply, module.select_experts
-    computed: list[Any] = []  # layers that have not chosen yet; the last one does next
+    scheme, select = getattr(module, _INT8_EXPERTS, None), getattr(module, "select_experts", None)
+    if scheme is None or select is None or select.__module__ == __name__:
+        return  # `check_release` refuses releases without them where experts are to be reported
+    compute = scheme.apply
+    computed: list[Any] = []  # the layer that is computed and has not chosen yet
 
     def apply(self: Any, layer: Any, *arguments: Any, **keywords: Any) -> Any:
         # vllm-ascend's runner leaves it at each layer of an engine that reports experts
         if getattr(layer, "_ascend_routed_experts_capturer", None) is None:
             return compute(self, layer, *arguments, **keywords)
         computed.append(layer)
-        result = compute(self, layer, *arguments, **keywords)
-        if computed:
+        try:
+            result = compute(self, layer, *arguments, **keywords)
+            if computed:
+                raise RuntimeError("these int8 experts were chosen by another function than select_experts, and not reported")
+            return result
+        finally:
             computed.clear()
-            raise RuntimeError("these int8 experts were chosen by another function than select_experts, and not reported")
-        return result
 
     def select_experts(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         weights, experts = select(*arguments, **keywords)
@@ -123,23 +133,61 @@ def report_experts() -> None:
 
 def weigh_shared_experts() -> None:
     """Let shared experts in int8 have the gate of their model. Idempotent."""
-    try:
-        layers: Any = importlib.import_module(_LAYER)
-    except ImportError:
-        return  # of a release that has them elsewhere
-    owner = getattr(layers, "AscendFusedMoE", None)
-    compute = None if owner is None else vars(owner).get(_SHARED)
-    if compute is None or compute.__module__ == __name__ or "expert_gate" in compute.__code__.co_names:
+    owner, compute = _find_shared_experts()
+    if owner is None or compute is None or _applies_gate(compute):
         return
 
     def weigh(self: Any, x: Tensor, *others: Any) -> Tensor | None:
         result, experts = compute(self, x, *others), self._shared_experts
-        if getattr(experts, "expert_gate", None) is None or not _has_type(experts.down_proj.weight, torch.int8):
+        if result is None or not _has_int8_gate(experts):
             return result
         gate, _ = experts.expert_gate(x)
         return gate.sigmoid() * result
 
     setattr(owner, _SHARED, weigh)
+
+
+def _find_shared_experts() -> tuple[type | None, Callable[..., Any] | None]:
+    """Return the class that computes shared experts, and its function; None where this release has them elsewhere."""
+    try:
+        layers: Any = importlib.import_module(_LAYER)
+    except ImportError:
+        return None, None
+    owners = [owner for name in _OWNERS if (owner := getattr(layers, name, None)) is not None and _SHARED in vars(owner)]
+    return (owners[0], vars(owners[0])[_SHARED]) if owners else (None, None)
+
+
+def _applies_gate(compute: Callable[..., Any]) -> bool:
+    return compute.__module__ == __name__ or "expert_gate" in compute.__code__.co_names
+
+
+def _has_int8_gate(experts: Any) -> bool:
+    has_gate = getattr(experts, "expert_gate", None) is not None and hasattr(experts, "down_proj")
+    return has_gate and _has_type(experts.down_proj.weight, torch.int8)
+
+
+def check_release(quantization: str | None, release: tuple[int, int], *, reports_experts: bool) -> None:
+    """Check that a release of vllm-ascend has what a format needs.
+
+    Args:
+        quantization: `generate_config.quantization`.
+        release: its first two numbers.
+        reports_experts: the engine returns the experts of each token.
+
+    Raises:
+        ValueError: it has not.
+    """
+    installed, known = ".".join(map(str, release)), f"0.23 to {'.'.join(map(str, _LAST_WITH_GROUPS))}"
+    if quantization == "w4a8" and release > _LAST_WITH_GROUPS:
+        raise ValueError(
+            f"generate_config.quantization (w4a8) needs vllm-ascend {known}, and this is {installed}, in which experts in int4 "
+            "have no scales of groups; set int8"
+        )
+    if quantization is not None and reports_experts and release not in _REPORTING:
+        raise ValueError(
+            f"generate_config.quantization ({quantization}): quantized experts report what they chose with vllm-ascend {known} "
+            f"only, and this is {installed}; set router_replay.mode: R2 and eplb_token_collects: false"
+        )
 
 
 def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, Any]:
@@ -178,7 +226,17 @@ def describe_model(quantization: str, names: Mapping[str, bool]) -> dict[str, An
 
 
 def before_load(model: nn.Module) -> None:
-    """Give parameters the layout in which they are loaded; int8 matrices of experts have it already."""
+    """Give parameters the layout in which they are loaded; int8 matrices of experts have it already.
+
+    Raises:
+        RuntimeError: this vllm-ascend would leave out the gate of shared experts.
+    """
+    _, compute = _find_shared_experts()
+    if (compute is None or not _applies_gate(compute)) and any(map(_has_int8_gate, model.modules())):
+        raise RuntimeError(
+            "generate_config.quantization: this vllm-ascend computes shared experts in int8 without their gate, in another "
+            f"class than {' and '.join(_OWNERS)}, where the adaptor adds it; use 0.23 to 0.26, or leave quantization out"
+        )
     for _, module in _list_layers(model, torch.int8):
         if module.weight_scale.dim() == 1:
             module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, None]
@@ -255,7 +313,7 @@ def list_unpacks(model: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Ten
             yield from ((f"{name}.{weight}", _read_bytes), (f"{name}.{weight}_scale", _join_pairs))
     for name, module in _list_experts(model, torch.int32):
         for weight in _EXPERTS:
-            yield from ((f"{name}.{weight}", _read_int4), (f"{name}.{weight}_scale", partial(_check_bias, module, weight)))
+            yield from ((f"{name}.{weight}", _read_int4), (f"{name}.{weight}_scale", _BiasCheck(module, weight)))
 
 
 def _list_int4_experts(model: nn.Module) -> list[tuple[str, Any]]:
@@ -345,8 +403,8 @@ def _read_int4_scales(scales: Tensor) -> Tensor:
 def _pack_int4(name: str, module: nn.Module, weight: str) -> None:
     """Return experts in int4 to the kernel's layout, and compute what it adds to their products."""
     elements, scales, bias = _weight(module, weight), _scales(module, weight), _weight(module, _bias_name(weight))
-    for index, (matrix, factors) in enumerate(zip(elements.data, scales.data)):
-        bias.data[index].copy_(_sum_int4(matrix.t(), factors.t()))
+    for part in _list_chunks(elements.data):
+        bias.data[part].copy_(_sum_int4(elements.data[part].transpose(1, 2), scales.data[part].transpose(1, 2)))
     pairs = scales.data.transpose(1, 2)
     if not elements.data.transpose(1, 2).is_contiguous() or pairs.stride(2) != 2:
         raise RuntimeError(f"weight push: {name} was not a view of the kernel's layout in this vllm-ascend.")
@@ -363,27 +421,55 @@ def _bias_name(weight: str) -> str:
     return f"{weight.removesuffix('_weight')}_scale_bias"
 
 
+def _list_chunks(elements: Tensor) -> Iterator[slice]:
+    """Yield ranges of experts of which so many bytes are computed at once, each expert at least by itself."""
+    count = max(1, _CHUNK // max(elements[0].nbytes, 1))
+    for first in range(0, len(elements), count):
+        yield slice(first, first + count)
+
+
 def _sum_int4(elements: Tensor, scales: Tensor) -> Tensor:
-    """Return 8 times the sum of the scaled elements of each row.
+    """Return 8 times the sum of the scaled elements of each row, [experts, rows].
 
     Args:
-        elements: [columns, rows / 2] bytes.
-        scales: [groups, rows].
+        elements: [experts, columns, rows / 2] bytes.
+        scales: [experts, groups, rows].
     """
-    sums = torch.stack([half.unflatten(0, (scales.size(0), -1)).sum(1) for half in split_pairs(elements)], dim=-1)
-    return (sums.flatten(1) * scales).sum(0) * 8
+    halves = [half.unflatten(1, (scales.size(1), -1)).sum(2) for half in split_pairs(elements)]
+    sums = torch.stack(halves, dim=-1).flatten(2)
+    total = torch.zeros_like(scales[:, 0])
+    for group in range(scales.size(1)):  # in this order whatever the number of experts, to the bit
+        total += sums[:, group] * scales[:, group]
+    return total * 8
 
 
-def _check_bias(module: nn.Module, weight: str, scales: Tensor) -> Tensor:
-    """Return the scales of a matrix of int4 as they were loaded; NaN where their number or what belongs to them is another.
+class _BiasCheck:
+    """Scales of experts in int4 as they were loaded; NaN where one, or what belongs to it, is another.
 
-    Args:
-        scales: [groups, rows] of one expert, a part of the parameter of all.
+    What the kernel adds is compared for all experts of a layer at the first call.
     """
-    stack = _scales(module, weight)
-    index = (scales.storage_offset() - stack.storage_offset()) // stack.stride(0)
-    factors = _read_int4_scales(scales)
-    sums = _sum_int4(_weight(module, weight)[index].view(torch.uint8), factors.t())
-    upper = scales.view(torch.float32).unflatten(-1, (-1, 2))[..., 1]
-    is_right = (sums == _weight(module, _bias_name(weight))[index])[:, None] & (upper == 0).t()
-    return torch.where(is_right, factors, torch.nan)
+
+    def __init__(self, module: nn.Module, weight: str) -> None:
+        self._module, self._weight = module, weight
+        self._is_right: Tensor | None = None
+
+    def __call__(self, scales: Tensor) -> Tensor:
+        """Return the scales of one expert.
+
+        Args:
+            scales: [groups, rows] of one expert, a part of the parameter of all.
+        """
+        stack = _scales(self._module, self._weight)
+        if self._is_right is None:
+            self._is_right = self._compare(stack)
+        index = (scales.storage_offset() - stack.storage_offset()) // stack.stride(0)
+        upper = scales.view(torch.float32).unflatten(-1, (-1, 2))[..., 1]
+        is_right = self._is_right[index][:, None] & (upper == 0).t()
+        return torch.where(is_right, _read_int4_scales(scales), torch.nan)
+
+    def _compare(self, stack: Tensor) -> Tensor:
+        """Return [experts, rows] bool: what the kernel adds is what follows from elements and scales."""
+        elements = _weight(self._module, self._weight).view(torch.uint8)
+        factors, bias = _read_int4_scales(stack).transpose(1, 2), _weight(self._module, _bias_name(self._weight))
+        parts = [_sum_int4(elements[part], factors[part]) == bias[part] for part in _list_chunks(elements)]
+        return torch.cat(parts)

@@ -3,7 +3,7 @@
 `Qwen3_5ForCausalLM` and `Qwen3_5MoeForCausalLM` are in vLLM's module `qwen3_5`, but not in its registry, and without what the
 engine asks of a model with states: their sizes and types, which the classes for images have. vllm-ascend's attention of Qwen3.5
 reads three positions of a token (`patch_qwen3_5`); in a text they are equal. So the classes get both here. A config without
-sections of the three axes gets some (`override_config`): with equal positions all of them are the same.
+sections of the three axes gets some (`give_axes`): with equal positions all of them are the same.
 
 It can go once the release for NPUs has the classes in its registry, as 0.32 has; where it has, nothing changes.
 """
@@ -61,12 +61,26 @@ def apply() -> None:
 
 
 def override_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a model's config.json that vllm-ascend needs otherwise; none but for a text model of Qwen3.5."""
-    rope = hf_config.get("rope_parameters") or {}
-    is_text = hf_config.get("architectures", [None])[0] in _CLASSES
-    if not is_text or "mrope_section" in rope:
+    """Return the keys of a model's config.json that vllm-ascend needs otherwise; none but for a text model built here."""
+    name = hf_config.get("architectures", [None])[0]
+    return give_axes(hf_config) if name in _CLASSES and _is_built_here(name) else {}
+
+
+def give_axes(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters with sections of the three axes; nothing where a text model's config.json has them."""
+    rope = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+    if "mrope_section" in rope:
         return {}
+    if (kind := rope.pop("type", None)) is not None:  # of older files
+        rope.setdefault("rope_type", kind)
     share = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 0.25))
     plain = {"rope_type": "default", "rope_theta": hf_config.get("rope_theta", 10000.0), "partial_rotary_factor": share}
     axes = {"mrope_section": [int(hf_config["head_dim"] * share) // 2, 0, 0], "mrope_interleaved": False}
     return {"rope_parameters": plain | rope | axes}
+
+
+def _is_built_here(name: str) -> bool:
+    """Return True where vLLM has no class of its own for the text model."""
+    from vllm.model_executor.models import registry
+
+    return type(registry.ModelRegistry.models.get(name)).__module__ == __name__

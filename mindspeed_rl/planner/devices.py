@@ -8,6 +8,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.plan import ModelPlan
+from mindspeed_rl.models.quantized_names import explain_divided_blocks
 from mindspeed_rl.planner.machine_memory import read_machine_memory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.rules.quantized_models import explain_unquantized
@@ -167,8 +168,10 @@ def list_device_obstacles(run: Run, device: Device, plan: ModelPlan | None = Non
         reasons.insert(0, f"on {device.name}: {sizes.npu_devices} has the operators; set int8")
     if plan is not None:
         reasons.append(explain_unquantized(plan.architecture.name, plan.model_config, generate.quantization, kind))
+        reasons.append(explain_divided_blocks(plan.architecture, plan.model_config, plan.layout, generate, kind))
         if kind == "npu" and plan.model_config.moe_layers:
-            reasons += [reason for _, reason in explain_block_experts(run)]
+            replay = "disabled" if cfg.rl_config is None else cfg.rl_config.router_replay.mode
+            reasons += [reason for _, reason in explain_block_experts(generate, replay)]
     return [f"{key} {reason}" for reason in dict.fromkeys(reasons) if reason]
 
 

@@ -225,8 +225,8 @@ def read_destinations(
     actual, sent = (name_quantization(kinds) for kinds in (held, stored))
     if actual != sent:
         raise RuntimeError(
-            f"weight push: generate_config.quantization of the rollout engine is {actual}, and the trainer sends {sent}: "
-            "both must be the same."
+            f"weight push: matrices of the rollout engine are in the format {actual}, and the trainer sends {sent}: "
+            "generate_config.quantization must be the same on both."
         )
     return _Reader(model, load, shapes, dtype, skip, stored).read()
 

@@ -148,8 +148,8 @@ class _Stored:
     def _divide(self, kind: str, part: tuple[int, int], unit: int) -> tuple[int, int]:
         if part[0] % unit or part[1] % unit:
             raise RuntimeError(
-                f"weight push: a rank has {kind} {part[0]} to {part[1]} of {self._name}, and generate_config.quantization "
-                f"{self._quantization} needs multiples of {unit}."
+                f"weight push: a rank has {kind} {part[0]} to {part[1]} of {self._name}, and the format {self._quantization} "
+                f"(generate_config.quantization) needs multiples of {unit}."
             )
         return part[0] // unit, part[1] // unit
 

@@ -24,7 +24,7 @@ class TrainedWeights:
         find_node: returns the machine of a member.
         copies: HF tensors that repeat another one: copy -> owner. An engine need not take them.
         quantized: matrices that the engines have in another number format (`quantization.quantize_side`).
-        quantization: that format, a value of `generate_config.quantization`; None without quantized matrices.
+        quantization: that format (`config.quantized_formats.find_format`); None without quantized matrices.
         predicted: tensors of multi-token-prediction layers. An engine takes all, where they make its drafts, or none.
     """
 

@@ -112,7 +112,9 @@ def build_engine_arguments(
         "speculative_config": None if config.drafts is None else config.drafts | {"draft_load_config": LoadConfig()},
     }
     arguments |= {name: value for name, value in optional.items() if value}
-    return arguments | dict(config.engine_kwargs or {}) | dict(changes or {})
+    arguments |= dict(config.engine_kwargs or {}) | dict(changes or {})
+    hooks.check_arguments(config, arguments)
+    return arguments
 
 
 def _image_arguments(config: GenerateConfig, image_rules: ImageRules) -> EngineArguments:
@@ -151,7 +153,8 @@ def _override_config(
     if rope.get("rope_type", rope.get("type")) == "dynamic" and "alpha" not in rope:
         # up to `max_position_embeddings` these are the plain ones, which the trainer computes; vLLM changes them everywhere
         base = rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))
-        overrides |= {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
+        axes = {name: value for name, value in overrides.get("rope_parameters", {}).items() if name.startswith("mrope_")}
+        overrides |= {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": base, **axes}}
     if config.fp32_lm_head:
         overrides[FLOAT32_HEAD] = True
     return overrides

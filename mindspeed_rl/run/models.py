@@ -21,16 +21,14 @@ from mindspeed_rl.checkpoint.model_source import (
 from mindspeed_rl.checkpoint.other_engine import check_source
 from mindspeed_rl.config import ConfigError, GenerateConfig, MegatronConfig, RunConfig
 from mindspeed_rl.config.model_metadata import find_adapter_base
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.config.run import Derivation
 from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import read_json
-from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_model, read_model
-from mindspeed_rl.models.quantized_names import is_quantized, name_matrix_format
+from mindspeed_rl.models.quantized_names import explain_divided_blocks
 from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
@@ -156,7 +154,8 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
         # the rule that says so reads config.json where the run file names it, without what only the plan knows
         if reason := explain_unquantized(plan.architecture.name, plan.model_config, quantization, platform):
             raise ValueError(f"generate_config.quantization ({quantization}) is not available {reason}")
-        _check_blocks(model, generate, platform)
+        if reason := explain_divided_blocks(plan.architecture, plan.model_config, plan.layout, generate, platform):
+            raise ValueError(f"generate_config.quantization ({quantization}) is not available {reason}")
     if platform == "cpu" and plan.model_config.sparse_attention is not None:
         raise ValueError(
             f"actor_config: vLLM's CPU build has no sparse attention, which this model ({plan.architecture.name}) has; {slow}"
@@ -166,31 +165,6 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
             "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes only "
             f"bfloat16; set it, or {slow}"
         )
-
-
-def _check_blocks(model: RoleModel, generate: GenerateConfig, platform: str) -> None:
-    """Raise ValueError where elements that share a scale are on different ranks of the trainer or of an engine."""
-    role, plan, quantization = model.config, model.plan, generate.quantization
-    assert quantization is not None
-    form = find_format(quantization, platform)
-    infer = 1 if generate.enable_expert_parallel else generate.infer_tensor_parallel_size
-    trained = {"tp": role.tensor_model_parallel_size, "etp": plan.layout.expert_tp_size}
-    served = {"tp": generate.infer_tensor_parallel_size, "etp": infer}
-    for op in plan.architecture.weight_ops(plan.model_config, ExpertPacking("grouped", 1)):
-        for name, shape, split in zip(op.hf, op.shapes, op.splits):
-            if len(shape) != 2 or not is_quantized(name):
-                continue
-            block = QUANTIZED_FORMATS[name_matrix_format(name, form)].block
-            if block is None:
-                continue
-            for side, ranks in (("trainer", trained), ("rollout engine", served)):
-                count = ranks[op.axis] if split.dim == 1 else 1
-                if shape[1] % (block * count):
-                    raise ValueError(
-                        f"generate_config.quantization ({quantization}) needs a multiple of {block} elements of a row on each "
-                        f"rank: {name} has {shape[1]}, on {count} tensor-parallel ranks of the {side}; use "
-                        f"{'fewer ranks' if shape[1] % block == 0 else 'int8'}, or leave it out"
-                    )
 
 
 def _check_module(plan: ModelPlan, hf_folder: Path, *, trusts_code: bool) -> None:

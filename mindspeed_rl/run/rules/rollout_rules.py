@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from mindspeed_rl import registry
+from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS, RLConfig
 from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.run.record import Run
@@ -510,21 +511,26 @@ def explain_quantization(run: Run, platform: str) -> Iterator[tuple[dict[str, ob
         if is_on:
             yield {} if other is None else {other: getattr(generate, other)}, reason
     if is_npu and actor.num_experts:
-        yield from explain_block_experts(run)
+        yield from explain_block_experts(generate, "disabled" if cfg.rl_config is None else cfg.rl_config.router_replay.mode)
 
 
-def explain_block_experts(run: Run) -> Iterator[tuple[dict[str, object], str]]:
-    """Yield what experts in MXFP8 and int4 on NPUs cannot be used with, as in `explain_quantization`; nothing for int8."""
-    generate, rl = run.generate, run.config.rl_config
+def explain_block_experts(generate: GenerateConfig, replay: str) -> Iterator[tuple[dict[str, object], str]]:
+    """Yield what experts in MXFP8 and int4 on NPUs cannot be used with, as in `explain_quantization`; nothing for int8.
+
+    Args:
+        generate: keys of the engine, with `quantization`.
+        replay: `router_replay.mode`.
+    """
     if generate.quantization == "int8":
         return
-    replay, exchange = "disabled" if rl is None else rl.router_replay.mode, generate.infer_moe_token_dispatcher_type
     unproven, is_mxfp8 = "no run on the simulated NPU has proven it", generate.quantization == "mxfp8"
     wire = "MC2 sends the results of experts in 8 bits too, which is not the format; set allgather"
+    exchange = generate.infer_moe_token_dispatcher_type
     for name, value, is_on, reason in (
         ("infer_tensor_parallel_size", generate.infer_tensor_parallel_size, generate.infer_tensor_parallel_size > 1, unproven),
         ("update_weight_mode", generate.update_weight_mode, generate.update_weight_mode == "delta", unproven),
         (_MODE, replay, replay == "R3", unproven),
+        ("eplb_token_collects", "true", generate.eplb_token_collects, unproven),
         (_EXCHANGE, exchange, is_mxfp8 and generate.enable_expert_parallel and exchange != "allgather", wire),
     ):
         if is_on:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.machinery
 import json
 import random
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -410,6 +412,8 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, name, columns)
     int8 = types.ModuleType("vllm_ascend.quantization.methods.w8a8_dynamic")
     int8.ACL_FORMAT_FRACTAL_NZ = 29  # type: ignore[attr-defined]
+    # as from 0.27 on, where routers are classes and the module chooses no experts
+    int8.AscendW8A8DynamicFusedMoEMethod = type("Scheme", (), {"apply": None})  # type: ignore[attr-defined]
     for name in ("vllm_ascend.quantization", "vllm_ascend.quantization.methods", int8.__name__):
         monkeypatch.setitem(sys.modules, name, int8)
     hooks = vllm_ascend.VllmAscendHooks((0, 23))
@@ -437,6 +441,30 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     unmapped = DispatchInput(Routing(torch.tensor([0, -1]), None))
     assert Dispatcher().token_dispatch(unmapped).tolist() == [0, -1]
     assert rotary.find_spec("json") is not None and rotary.find_spec("no_such_package") is None
+
+
+REPORTS = {"enable_return_routed_experts": True}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "release", "arguments", "words"),
+    [
+        ("int8", (0, 23), REPORTS, ""),
+        ("int8", (0, 27), {}, ""),
+        ("int8", (0, 27), REPORTS, "report what they chose with vllm-ascend 0.23 to 0.26 only, and this is 0.27"),
+        ("int8", (0, 18), REPORTS, "and this is 0.18; set router_replay.mode: R2"),
+        (None, (0, 30), REPORTS, ""),
+        ("w4a8", (0, 26), {}, ""),
+        ("w4a8", (0, 27), {}, "(w4a8) needs vllm-ascend 0.23 to 0.26, and this is 0.27"),
+    ],
+)
+def test_a_release_without_what_a_format_needs_is_refused(
+    quantization: str | None, release: tuple[int, int], arguments: dict[str, Any], words: str
+) -> None:
+    config = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=1, quantization=quantization)
+    refused = pytest.raises(ValueError, match=re.escape(words)) if words else contextlib.nullcontext()
+    with refused:
+        vllm_ascend.VllmAscendHooks(release).check_arguments(config, arguments)
 
 
 @pytest.mark.parametrize("seed", range(20))

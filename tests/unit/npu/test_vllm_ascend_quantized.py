@@ -126,7 +126,7 @@ def test_kernels_see_int4_where_they_saw_it_first_and_the_sums_that_belong_to_it
         for damaged, place in (("w13_scale_bias", (1, 3)), ("w13_weight_scale", (1, 0, 3))):
             held = layer.get_parameter(damaged).data
             held[place] += 1 << 40 if held.dtype == torch.int64 else 1
-            wrong = unpacks["layer.w13_weight_scale"](layer.w13_weight_scale[1]).isnan()
+            wrong = hooks.unpack(model)["layer.w13_weight_scale"](layer.w13_weight_scale[1]).isnan()
             assert wrong.any(1).nonzero().flatten().tolist() == [3]
             held[place] -= 1 << 40 if held.dtype == torch.int64 else 1
 

@@ -204,14 +204,14 @@ def test_experts_in_int4_and_other_matrices_in_int8_arrive_from_shards_of_rows(g
 
 def test_a_byte_whose_rows_are_on_two_ranks_is_refused(group: None) -> None:
     tensors = {name: torch.zeros(shape) for name, shape in EXPERTS_SHAPES.items()}
-    with pytest.raises(RuntimeError, match=r"rows 0 to 33 of .*experts.0.gate.*quantization w4a8_dynamic needs multiples of 2"):
+    with pytest.raises(RuntimeError, match=r"rows 0 to 33 of .*experts.0.gate.*format w4a8_dynamic .*needs multiples of 2"):
         push_experts(tensors, 33, 1 << 14)
 
 
 @pytest.mark.parametrize("quantization", ["mxfp8", "w4a8"])
 def test_a_block_whose_elements_are_on_two_ranks_is_refused(group: None, quantization: str) -> None:
     tensors = {name: torch.zeros(shape) for name, shape in BLOCK_SHAPES.items()}
-    with pytest.raises(RuntimeError, match=rf"columns 0 to 100 of {DOWN}, .*quantization {quantization} needs multiples of 32"):
+    with pytest.raises(RuntimeError, match=rf"columns 0 to 100 of {DOWN}, .*format {quantization} .*needs multiples of 32"):
         pushed_blocks(quantization, tensors, [((0, 64), (0, 100)), ((0, 64), (100, 320))], 1 << 14)
 
 
@@ -220,7 +220,7 @@ def test_an_engine_in_another_quantized_format_is_refused(group: None) -> None:
     side = quantize_side(TrainedWeights(held, BLOCK_SHAPES, None, torch.device("cpu"), 1 << 14), "mxfp8")
     engine = EngineModel(side.shapes, EngineRank(1, 0), torch.bfloat16)
     stored = stored_dtypes(side.quantized, "mxfp8")
-    with pytest.raises(RuntimeError, match="quantization of the rollout engine is int8, and the trainer sends mxfp8"):
+    with pytest.raises(RuntimeError, match="of the rollout engine are in the format int8, and the trainer sends mxfp8"):
         read_destinations(engine, engine.load_weights, side.shapes, torch.bfloat16, stored=stored)
 
 
@@ -230,7 +230,7 @@ def test_formats_whose_elements_have_one_type_are_told_apart(group: None, served
     parts = TrainedWeights(held, BLOCK_SHAPES, None, torch.device("cpu"), 1 << 14)
     engine = EngineModel(quantize_side(parts, served).shapes, EngineRank(1, 0, quantization=served), torch.bfloat16)
     side = quantize_side(parts, trained)
-    with pytest.raises(RuntimeError, match=f"quantization of the rollout engine is {served}, and the trainer sends {trained}"):
+    with pytest.raises(RuntimeError, match=f"of the rollout engine are in the format {served}, and the trainer sends {trained}"):
         read_destinations(
             engine, engine.load_weights, side.shapes, torch.bfloat16, stored=stored_dtypes(side.quantized, trained)
         )
@@ -257,10 +257,10 @@ def test_an_engine_whose_format_is_another_is_refused(group: None) -> None:
     held = {name: {full_slice(shape): [0]} for name, shape in SHAPES.items()}
     side = quantize_side(TrainedWeights(held, SHAPES, None, torch.device("cpu"), 1 << 14), "int8")
     plain = EngineModel(SHAPES, EngineRank(1, 0), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="of the rollout engine is null, and the trainer sends int8"):
+    with pytest.raises(RuntimeError, match="of the rollout engine are in the format null, and the trainer sends int8"):
         read_destinations(plain, plain.load_weights, side.shapes, torch.bfloat16, stored=stored_dtypes(side.quantized, "int8"))
     small = EngineModel(side.shapes, EngineRank(1, 0), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="of the rollout engine is int8, and the trainer sends null"):
+    with pytest.raises(RuntimeError, match="of the rollout engine are in the format int8, and the trainer sends null"):
         read_destinations(small, small.load_weights, SHAPES, torch.bfloat16)
 
 

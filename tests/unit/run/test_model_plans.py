@@ -153,7 +153,8 @@ def test_rows_that_are_not_whole_blocks_on_a_rank_are_refused(
     cfg = with_model(load_run_config("grpo_tiny_cpu", None, words), tmp_path, config)
     run = resolve(with_model_configs(cfg), platform="cpu")
     if said:
-        needs = f"generate_config.quantization ({quantization}) needs a multiple of 32 elements of a row on each rank"
+        refused = f"generate_config.quantization ({quantization}) is not available"
+        needs = f"{refused} without a multiple of 32 elements of a row on each rank"
         with pytest.raises(ValueError, match=f"{re.escape(needs)}.*{re.escape(said)}"):
             plan_models(run)
     else:
@@ -180,7 +181,7 @@ def test_rows_of_int4_experts_that_are_not_whole_groups_on_a_rank_are_refused_on
     if not said:
         assert plan_models(run).models["actor"].plan.model_config.moe_layers
         return
-    needs = "generate_config.quantization (w4a8) needs a multiple of 256 elements of a row on each rank"
+    needs = "generate_config.quantization (w4a8) is not available without a multiple of 256 elements of a row on each rank"
     with pytest.raises(ValueError, match=f"{re.escape(needs)}.*{re.escape(said)}"):
         plan_models(run)
 

@@ -604,6 +604,14 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         *("quantization", ["quantization (mxfp8)", "infer_moe_token_dispatcher_type (auto)", "MC2", "set allgather"]),
     ),
     (
+        {
+            "platform": "npu",
+            M: EXPERTS,
+            G: {"quantization": "w4a8", "eplb_token_collects": True, "eplb_token_save_path": "counts"},
+        },
+        *("quantization", ["quantization (w4a8)", "for experts in w4a8 on npu with eplb_token_collects (true)"]),
+    ),
+    (
         {"platform": "npu", M: EXPERTS, G: {"quantization": "mxfp8", "update_weight_mode": "delta"}},
         *("quantization", ["quantization (mxfp8)", "update_weight_mode (delta)", "no run on the simulated NPU"]),
     ),
@@ -613,7 +621,7 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ),
     (
         {"platform": "npu", M: EXPERTS, G: {"quantization": "w4a8", "infer_tensor_parallel_size": 2}},
-        *("quantization", ["quantization (w4a8)", "for experts on npu with infer_tensor_parallel_size (2)"]),
+        *("quantization", ["quantization (w4a8)", "for experts in w4a8 on npu with infer_tensor_parallel_size (2)"]),
     ),
     (
         {
