@@ -230,7 +230,7 @@ def test_formats_whose_elements_have_one_type_are_told_apart(group: None, served
     parts = TrainedWeights(held, BLOCK_SHAPES, None, torch.device("cpu"), 1 << 14)
     engine = EngineModel(quantize_side(parts, served).shapes, EngineRank(1, 0, quantization=served), torch.bfloat16)
     side = quantize_side(parts, trained)
-    with pytest.raises(RuntimeError, match=f"of the rollout engine are in the format {served}, and the trainer sends {trained}"):
+    with pytest.raises(RuntimeError, match=f"engine are in the format {served}, and the trainer sends {trained}"):
         read_destinations(
             engine, engine.load_weights, side.shapes, torch.bfloat16, stored=stored_dtypes(side.quantized, trained)
         )
