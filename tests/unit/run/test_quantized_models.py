@@ -12,6 +12,7 @@ from mindspeed_rl.run.rules.quantized_models import explain_unquantized
 
 SIMULATED = Path(__file__).parents[2] / "npu_sim"
 TOWERS = "test_vision.test_the_engine_of_the_npu_quantized_has_the_tower_as_it_was"
+LATENT = "test_rollout.test_int8_with_latent_attention_and_shared_experts_has_the_log_probs_of_their_definition"
 #: format -> test of tests/npu_sim -> the families that it compares with the format's definition
 RUNS: dict[str, dict[str, tuple[str, ...]]] = {
     "int8": {
@@ -19,7 +20,7 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
         "test_rollout.test_int8_experts_of_a_family_have_the_log_probs_of_their_definition": (
             *("qwen2_moe", "mixtral", "glm4_moe", "ernie4_5_moe", "hy_v3", "deepseek_v2"),
         ),
-        "test_rollout.test_int8_with_latent_attention_and_shared_experts_has_the_log_probs_of_their_definition": ("deepseek_v3",),
+        LATENT: ("deepseek_v3",),
         "test_rollout.test_delta_nets_in_int8_have_the_log_probs_of_their_definition_after_every_sync": (
             *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
         ),
