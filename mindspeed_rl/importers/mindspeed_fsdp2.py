@@ -473,7 +473,6 @@ def _choose_engine(
     obstacles = {
         f"attention by cp_type {kind}": context > 1 and kind != "ulysses",
         "layers that compute whole rows only": context > 1 and module == "qwen3_next",
-        "experts that transformers keeps transposed": module == "gpt_oss",
     }
     layout = Split((), context)
     return choose_engine(

@@ -31,7 +31,6 @@ _FSDP = {f"{ACTOR}.engine": "fsdp"}
 _FORMS = {
     "images of another kind than Qwen's": r"(?<!qwen2\.5[-_])(?<!qwen2_5[-_])(?<!qwen3[-_])(?<![a-z])vl\d*(?![a-z])"
     r"|vision|omni|llava|internvl|minicpm|gemma-?[34]-",
-    "experts that transformers keeps transposed": r"gpt-?oss",
 }
 #: the same where the tokens of a row are divided over devices
 _WHOLE_ROWS = {"layers that compute whole rows only": r"qwen3-?next|qwen3\.[5-9]|deepseek-v3\.2|glm-?5"}

@@ -59,14 +59,17 @@ _EXPERTS = (
 #: which vLLM's CPU build does not serve: transformers' own module generates, a full one on each device
 _BY_MODULE = ("deepseek_v32", "glm5")
 _WINDOWS = ("gemma2", "gemma3", "olmo3", "gpt_oss")
-#: family -> what its tests on the simulated NPU are called
-_SIMULATED = {
+_DELTA_NETS = "test_rollout.test_delta_nets_have_the_log_probs_of_transformers_after_every_sync"
+#: family -> how the names of its tests on the simulated NPU begin
+_SIMULATED: dict[str, str | tuple[str, ...]] = {
     "qwen2": "test_mindspeed.test_one_process",
     "qwen3_moe": "test_mindspeed.test_experts_on",
     "deepseek_v3": "test_rollout.test_latent",
     "deepseek_v32": "test_mindspeed.test_attention_to_the_tokens_of_an_indexer_trains_as_on_one_process_of_the_cpu[deepseek32",
     "glm5": "test_mindspeed.test_attention_to_the_tokens_of_an_indexer_trains_as_on_one_process_of_the_cpu[glm5",
-    "qwen3_5": "test_mindspeed.test_prediction_layers_train_as_on_the_cpu[float32-qwen3_5",
+    "qwen3_next": f"{_DELTA_NETS}[qwen3_next]",
+    "qwen3_5": ("test_mindspeed.test_prediction_layers_train_as_on_the_cpu[qwen3_5_predicting", f"{_DELTA_NETS}[qwen3_5]"),
+    "qwen3_5_moe": f"{_DELTA_NETS}[qwen3_5_moe]",
 }
 
 _LAYOUT = "test_families.test_every_layout_trains_as_one_process_does"

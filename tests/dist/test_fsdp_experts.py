@@ -14,7 +14,7 @@ import training_jobs
 from ranks import Ranks
 from training_jobs import Setting
 
-#: families whose experts transformers keeps as checkpoints do
+#: families with experts
 _FAMILIES = tiny_families.EXPERTS
 _AUX = {"moe_aux_loss_coeff": 0.1, "moe_router_bias_update_rate": 0.01}
 _SEQUENCE = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 0.05}

@@ -13,7 +13,7 @@ import tiny_families
 from ranks import Ranks
 from training_jobs import Setting
 
-#: families whose experts transformers keeps as checkpoints do
+#: families with experts
 _FAMILIES = tiny_families.EXPERTS
 #: balancing counts the given experts, and its losses read the routers' own scores
 _KEYS = {

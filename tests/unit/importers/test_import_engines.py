@@ -80,7 +80,6 @@ def test_what_is_in_host_memory_stays_there(tmp_path: Path, options: str, is_off
             f"{SFT} Qwen/Qwen3-Next-80B-A3B --deepspeed zero3 --sequence_parallel_size 2",
             "by its name Qwen/Qwen3-Next-80B-A3B has",
         ),
-        (f"{SFT} openai/gpt-oss-20b --deepspeed zero3", "by its name openai/gpt-oss-20b has experts that transformers keeps"),
         (f"{SFT} Qwen/Qwen3.5-4B --deepspeed zero3 --sequence_parallel_size 2", "by its name Qwen/Qwen3.5-4B has layers"),
         (f"{GRPO} --deepspeed zero3 --sync_ref_model true", "a reference that moves"),
         (f"{PPO} --deepspeed zero3", "stage ray_ppo, which has not run on engine fsdp"),
@@ -92,8 +91,8 @@ def test_what_the_engine_cannot_do_becomes_a_layout_of_megatron_with_the_reason(
     assert f"a layout of Megatron, because of {reason}" in run.translated["--deepspeed"]
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-4B", "Qwen/Qwen2.5-VL-7B-Instruct"])
-def test_models_of_images_keep_the_engine(model: str) -> None:
+@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-4B", "Qwen/Qwen2.5-VL-7B-Instruct", "openai/gpt-oss-20b"])
+def test_models_of_images_and_of_stacked_experts_keep_the_engine(model: str) -> None:
     assert engine(take(f"{SFT} {model} --deepspeed zero3")) == "fsdp"
 
 
@@ -147,7 +146,8 @@ OPENRLHF_DPO = "deepspeed --module openrlhf.cli.train_dpo --model.model_name_or_
         ("models/base", "--ds.zero_stage 3", "fsdp"),
         ("models/base", "--ds.zero_stage 2", None),
         ("models/base", "", None),
-        ("openai/gpt-oss-20b", "--ds.zero_stage 3", None),
+        ("openai/gpt-oss-20b", "--ds.zero_stage 3", "fsdp"),
+        ("x/llava-1.5-7b", "--ds.zero_stage 3", None),
         ("models/base", "--ds.zero_stage 3 --ds.lora.rank 8", "fsdp"),
     ],
 )
@@ -166,7 +166,7 @@ def test_zero_3_of_openrlhf_keeps_weights_divided(model: str, options: str, expe
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "fsdp"),
         ({"deepspeed": "examples/deepspeed/ds_z2_config.json"}, None),
         ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "finetuning_type": "lora"}, "fsdp"),
-        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "model_name_or_path": "openai/gpt-oss-20b"}, None),
+        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "model_name_or_path": "openai/gpt-oss-20b"}, "fsdp"),
         ({}, None),
     ],
 )

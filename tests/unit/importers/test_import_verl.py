@@ -1049,7 +1049,7 @@ def test_a_dense_model_under_fsdp_keeps_its_engine(strategy: str) -> None:
         (f"{A}.strategy=fsdp_turbo", "fsdp_turbo spreads experts or sequences"),
         (f"{A}.strategy=veomni", "veomni spreads experts or sequences"),
         (f"{M}.lora_rank=8 {M}.path=Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B has experts, whose layers are"),
-        (f"{M}.path=/m/gpt-oss-20b", "by its name /m/gpt-oss-20b has experts that transformers keeps transposed"),
+        (f"{M}.path=/m/llava-1.5-7b-hf", "by its name /m/llava-1.5-7b-hf has images of another kind than Qwen's"),
     ],
 )
 def test_what_the_fsdp_engine_lacks_is_megatrons_with_the_reason_in_the_plan(changes: str, reason: str) -> None:
@@ -1059,8 +1059,9 @@ def test_what_the_fsdp_engine_lacks_is_megatrons_with_the_reason_in_the_plan(cha
     assert reason in run.summarize()
 
 
-def test_images_and_shared_prompts_keep_the_engine() -> None:
-    for changes in (f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct {A}.freeze_vision_tower=True", f"{A}.use_prefix_grouper=True"):
+def test_images_stacked_experts_and_shared_prompts_keep_the_engine() -> None:
+    images = f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct {A}.freeze_vision_tower=True"
+    for changes in (images, f"{M}.path=/m/gpt-oss-20b", f"{A}.use_prefix_grouper=True"):
         assert engine_of(imported(changes)) == ("fsdp", ""), changes
 
 
@@ -1075,7 +1076,7 @@ def test_the_shape_of_a_model_that_is_here_decides(tmp_path: Path) -> None:
     shape |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 32, "rms_norm_eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     assert engine_of(imported(f"{M}.path={tmp_path}")) == ("fsdp", "")
-    named = tmp_path / "gpt-oss-of-ours"  # whatever its name says
+    named = tmp_path / "llava-of-ours"  # whatever its name says
     named.mkdir()
     (named / "config.json").write_text(json.dumps(shape))
     assert engine_of(imported(f"{M}.path={named}"))[0] == "fsdp"

@@ -83,6 +83,11 @@ def test_tokens_of_a_row_on_several_devices_divide_the_rows_of_a_step(folder: Pa
     assert "because of attention by cp_type ring" in ring.without_effect["fsdp_size"]
 
 
+def test_experts_that_transformers_has_transposed_keep_the_engine(folder: Path) -> None:
+    run = take(f"{TORCHRUN}{OPTIONS} --model.model_name_or_path openai/gpt-oss-20b --model.model_id gpt_oss")
+    assert run.get("megatron_training.engine") == "fsdp"
+
+
 def test_epochs_are_whole_ones_over_the_rows(folder: Path) -> None:
     run = take(f"{TORCHRUN}{OPTIONS} --training.max_steps -1 --training.num_train_epochs 2 --training.warmup_ratio 0")
     assert run.plans[0].total_steps == 128  # 4096 rows / 64, twice  # type: ignore[index]

@@ -616,12 +616,28 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         *("quantization", ["quantization (mxfp8)", "update_weight_mode (delta)", "no run on the simulated NPU"]),
     ),
     (
+        {"platform": "npu", M: EXPERTS, G: {"quantization": "mxfp8", "infer_tensor_parallel_size": 2}},
+        *("quantization", ["quantization (mxfp8)", "for experts in mxfp8 on npu with infer_tensor_parallel_size (2)"]),
+    ),
+    (
+        {"platform": "npu", M: EXPERTS, G: {"quantization": "mxfp8"}, R: {"router_replay": {"mode": "R3"}}},
+        *("quantization", ["quantization (mxfp8)", "rl_config.router_replay.mode (R3)", "no run on the simulated NPU"]),
+    ),
+    (
         {"platform": "npu", G: {"quantization": "w4a8", "dtype": "bfloat16"}},
         *("quantization", ["quantization (w4a8)", "for a model without experts", "only experts are in int4", "set int8"]),
     ),
     (
         {"platform": "npu", M: EXPERTS, G: {"quantization": "w4a8", "infer_tensor_parallel_size": 2}},
         *("quantization", ["quantization (w4a8)", "for experts in w4a8 on npu with infer_tensor_parallel_size (2)"]),
+    ),
+    (
+        {"platform": "npu", M: EXPERTS, G: {"quantization": "w4a8", "update_weight_mode": "delta"}},
+        *("quantization", ["quantization (w4a8)", "update_weight_mode (delta)", "no run on the simulated NPU"]),
+    ),
+    (
+        {"platform": "npu", M: EXPERTS, G: {"quantization": "w4a8"}, R: {"router_replay": {"mode": "R3"}}},
+        *("quantization", ["quantization (w4a8)", "rl_config.router_replay.mode (R3)", "no run on the simulated NPU"]),
     ),
     (
         {
