@@ -483,6 +483,22 @@ def test_delta_nets_in_int8_have_the_log_probs_of_their_definition_after_every_s
     assert set(INT8_DAMAGE) <= set(report["damage"]) and not any(text.startswith("nothing") for text in report["damage"])
 
 
+#: int8 on two tensor parallel ranks: row-parallel matrices of a delta net, of a gated shared expert beside experts
+INT8_RANKS: dict[str, dict[str, Any]] = {
+    "delta net": {"model": "qwen3_5", "counts": False},
+    "gated shared expert": {"family": "qwen2_moe", "sizes": SMALL},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INT8_RANKS)
+def test_int8_of_two_tensor_parallel_ranks_has_the_log_probs_of_its_definition(name: str) -> None:
+    settings = {"dtype": "float32", "cast_prompts": False, "quantization": "int8", "tensor_parallel": 2, "rounds": 1}
+    for report in run_ranks("rollout", 2, settings | INT8_RANKS[name]):
+        assert min(report["worst"], report["worst_other"]) < 1e-5, report
+        assert report["equal"] == [True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
+
+
 #: keys that change no token, by a run with all that the rules allow together
 SAME_TOKENS: dict[str, dict[str, Any]] = {
     "prefixes are shared, nothing more is freed in sleep": {"enable_prefix_caching": True, "sleep_mode_extra_cleanup": False},
