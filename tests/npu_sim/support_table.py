@@ -66,7 +66,9 @@ ROWS = (
     ("A reference whose layers come from host memory: numbers of one that stays on the device, in every layout",
      "参考模型的各层从主机内存逐层搬入：各种切分下数值与常驻设备时一致", ("test_streamed_weights.",)),
     ("The run file for one device trains, saves and resumes with the numbers of the run without what saves memory",
-     "单设备配置文件可训练、保存、续训，数值与不省显存的运行一致", ("test_one_card.",)),
+     "单设备配置文件可训练、保存、续训，数值与不省显存的运行一致", ("test_one_card.test_it", "test_one_card.test_bytes")),
+    ("GRPO by the run file of a 950, also with MXFP8 in the rollout, resume",
+     "按 950 的配置文件运行 GRPO（rollout 也用 MXFP8），续训", ("test_one_card.test_a_950",)),
     ("Supervised stages by their run files, fp32: pretrain, SFT, preference losses, reward models, as on the CPU",
      "监督阶段按其配置文件运行，fp32：预训练、SFT、偏好损失、奖励模型，与 CPU 一致", ("test_stages.",)),
     ("Switches together (recomputation, overlap, exchange of experts, Muon, routers, checkpoints): numbers of the plain run or "
@@ -118,7 +120,8 @@ ROWS = (
      "单独运行 vllm-ascend 0.23：A3 上专家经 MC2 与 all-to-all 交换，A2 上 16 个设备经 MC2：token 与 all-gather 相同",
      ("test_mc2.",)),
     ("vllm-ascend 0.23 by itself: the experts that it reports for each token equal transformers'",
-     "单独运行 vllm-ascend 0.23：所报告的每个 token 的专家与 transformers 一致", ("test_rollout.test_the_experts",)),
+     "单独运行 vllm-ascend 0.23：所报告的每个 token 的专家与 transformers 一致",
+     ("test_rollout.test_the_experts", "test_rollout.test_reported_experts")),
     ("vllm-ascend 0.23 by itself: graphs of whole decoding steps, captured once, read the weights of every sync",
      "单独运行 vllm-ascend 0.23：整个解码步的计算图只捕获一次，每次权重同步后读到新权重", ("test_rollout.test_graphs",)),
     ("vllm-ascend 0.23 by itself: a decoding step has at most 90 kernels, as many at any batch size",
@@ -166,7 +169,10 @@ ROWS = (
 HARDWARE = (
     ("Kernel numerics and speed", "算子精度与性能"),
     ("HCCL over real links, several nodes", "真实链路与多机 HCCL"),
-    ("vllm-ascend's compiled operators, Triton kernels", "vllm-ascend 的编译算子、Triton 算子"),
+    (
+        "vllm-ascend's compiled operators and Triton kernels, as compiled for the device",
+        "vllm-ascend 的编译算子与 Triton 算子（为设备编译后的形式）",
+    ),
     ("vllm-ascend's graphs of parts of a step, dynamic EPLB", "vllm-ascend 的局部图、动态 EPLB"),
 )
 

@@ -157,30 +157,49 @@ def test_the_experts_that_an_engine_reports_are_those_that_transformers_chooses(
     assert all(report["same_experts"]) and len(report["same_experts"]) == 4
 
 
-#: format of the experts, the device, ranks, settings of the layout
-REPORTING = {
-    "int8": ("int8", "Ascend910B3", 1, {}),
-    "int8, graphs": ("int8", "Ascend910B3", 1, {"generate": GRAPHS}),
-    "int8, two tensor parallel ranks": ("int8", "Ascend910B3", 2, {"tensor_parallel": 2}),
-    "two replicas of an A2": (None, "Ascend910B3", 2, {"sharing": 2, "prompts": [[0, 1, 2], [3]]}),
-    "int8, two replicas of an A3": ("int8", "Ascend910_9391", 2, {"sharing": 2, "prompts": [[0, 1, 2], [3]]}),
-    "one replica of an A3": (None, "Ascend910_9391", 2, {"tensor_parallel": 2, "sharing": 1}),
+#: operators that bring tokens to their experts -> the exchange they belong to; within one device the first too
+EXCHANGED_BY = {
+    "npu::npu_moe_init_routing_custom": "all-gather",
+    "npu::npu_moe_init_routing_v2": "all-gather",
+    "npu::npu_moe_distribute_dispatch_v2": "MC2",
+    "npu::npu_moe_token_permute": "all-to-all",
+}
+#: format of the experts, the device, ranks, settings of the layout, exchanges of tokens: steps of many tokens, of few
+REPORTING: dict[str, tuple[str | None, str, int, dict[str, Any], set[str]]] = {
+    "int8": ("int8", "Ascend910B3", 1, {}, {"all-gather"}),
+    "int8, graphs": ("int8", "Ascend910B3", 1, {"generate": GRAPHS}, {"all-gather"}),
+    "int8, two tensor parallel ranks": ("int8", "Ascend910B3", 2, {"tensor_parallel": 2}, {"all-gather"}),
+    "two replicas of an A2": (None, "Ascend910B3", 2, {"sharing": 2, "prompts": [[0, 1, 2], [3]]}, {"all-gather"}),
+    "int8, two replicas of an A3": (
+        *("int8", "Ascend910_9391", 2, {"sharing": 2, "prompts": [[0, 1, 2], [3]]}),
+        {"all-to-all", "MC2"},
+    ),
+    "one replica of an A3": (None, "Ascend910_9391", 2, {"tensor_parallel": 2, "sharing": 1}, {"all-to-all", "MC2"}),
+    "one replica of a 950": (None, "Ascend950DT_9582", 2, {"tensor_parallel": 2, "sharing": 1}, {"all-gather", "MC2"}),
     "int8, two replicas of two ranks": (
         *("int8", "Ascend910_9391", 4),
         {"tensor_parallel": 2, "sharing": 2, "prompts": [[0, 1, 2]] * 2 + [[3]] * 2},
+        {"all-to-all", "MC2"},
     ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("quantization", "device", "ranks", "layout"), REPORTING.values(), ids=list(REPORTING))
-def test_experts_are_reported_whatever_computes_them(
-    quantization: str | None, device: str, ranks: int, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("quantization", "device", "ranks", "layout", "exchanges"), REPORTING.values(), ids=list(REPORTING))
+def test_reported_experts_are_those_that_transformers_chooses_whatever_computes_them(
+    quantization: str | None,
+    device: str,
+    ranks: int,
+    layout: dict[str, Any],
+    exchanges: set[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NPU_SIM_SOC", device)
     settings = EXPERTS | {"routing": True, "rounds": 0, "quantization": quantization} | layout
-    for report in run_ranks("rollout", ranks, settings):
-        assert all(report["same_experts"]) and len(report["same_experts"]) > 0 and report["worst"] < 1e-4
+    prompts = layout.get("prompts", [[0, 1, 2, 3]] * ranks)
+    for numbers, report in zip(prompts, run_ranks("rollout", ranks, settings), strict=True):
+        assert report["same_experts"] == [True] * len(numbers) and report["worst"] < 1e-4
+        assert {exchange for name, exchange in EXCHANGED_BY.items() if report["calls"].get(name)} == exchanges
 
 
 #: matrices of Qwen3-MoE that engines have in bytes
@@ -207,7 +226,7 @@ def test_int8_experts_have_the_log_probs_of_their_definition_after_every_sync() 
 INT4 = {"model": "qwen3_moe_groups", "dtype": "float32", "quantization": "w4a8"}
 
 
-def check_int4(report: dict[str, Any], rounds: int, close: float = 0.9) -> None:
+def check_int4(report: dict[str, Any], rounds: int, close: float = 0.95) -> None:
     """So many log-probs, all but those with an activation at an edge of rounding in int8, are those of the definition."""
     assert report["close"] >= close and report["mean"] < 0.1 * (1 - close) and report["worst"] < BF16
     assert report["equal"] == [True] * rounds and report["other_weights_differ"] and len(set(report["proven"])) == 1
@@ -300,7 +319,7 @@ def test_int4_experts_have_the_log_probs_of_their_definition_combined_with(name:
     monkeypatch.setenv("NPU_SIM_SOC", device)
     for report in run_ranks("rollout", ranks, INT4 | {"rounds": 1} | settings):
         # with latent attention there are more products, and int8 alone has as many at an edge
-        check_int4(report, 1, close=0.6 if "latent" in name else 0.9)
+        check_int4(report, 1, close=0.6 if "latent" in name else 0.95)
         assert (report["calls"].get("npu::npu_moe_distribute_dispatch_v2", 0) > 0) == ("MC2" in name)
         assert report["graphs"] == (len(GRAPHS["cudagraph_capture_sizes"]) if name == "graphs" else 0)
 
@@ -310,7 +329,8 @@ def test_int4_experts_have_the_log_probs_of_their_definition_combined_with(name:
 def test_int8_experts_on_tensor_parallel_ranks_have_a_scale_per_rank_of_each_token(shares: bool) -> None:
     layout = {"tensor_parallel": 2, "rounds": 1, "quantization": "int8"} | ({"sharing": 1} if shares else {})
     for report in run_ranks("rollout", 2, EXPERTS | layout):
-        assert report["worst"] < 1e-4 and all(report["same_greedy"])
+        assert report["worst"] < 1e-5 and all(report["same_greedy"])
+        assert report["worst_one_scale"] > 0.1  # where each token has one scale, whatever the ranks
         assert report["equal"] == [True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
 
 
@@ -375,7 +395,8 @@ def test_int8_experts_of_a_family_have_the_log_probs_of_their_definition(family:
 
 
 @pytest.mark.slow
-def test_int8_of_minimax_m2_needs_an_operator_that_only_triton_has() -> None:
+def test_int8_of_minimax_m2_stops_at_an_operator_that_the_simulated_npu_lacks() -> None:
+    """vllm-ascend has it in Triton only: this says nothing about hardware, and why the rules refuse the family."""
     with pytest.raises(AssertionError, match="'vllm' object has no attribute 'split_qkv_tp_rmsnorm_rope'"):
         run_ranks("rollout", 1, {"family": "minimax_m2", "dtype": "float32", "quantization": "int8", "rounds": 0})
 
@@ -434,7 +455,7 @@ def test_latent_attention_has_its_heads_on_two_dies() -> None:
     assert first["worst"] < 1e-4 and all(first["same_greedy"])
 
 
-DELTA = {"dtype": "float32", "cast_prompts": False, "counts": False}
+DELTA_NETS = {"dtype": "float32", "cast_prompts": False, "counts": False}
 #: operators of vllm-ascend that prompts and new tokens have
 _RULE = ("npu::chunk_gated_delta_rule_fwd_h", "_C_ascend::npu_recurrent_gated_delta_rule")
 
@@ -442,8 +463,8 @@ _RULE = ("npu::chunk_gated_delta_rule_fwd_h", "_C_ascend::npu_recurrent_gated_de
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_delta_nets_have_the_log_probs_of_transformers_after_every_sync(model: str) -> None:
-    (report,) = run_ranks("rollout", 1, DELTA | {"model": model})
-    assert report["worst"] < 1e-4 and report["worst_cut"] < 1e-4 and all(report["same_greedy"])
+    (report,) = run_ranks("rollout", 1, DELTA_NETS | {"model": model})
+    assert report["worst"] < 1e-5 and report["worst_cut"] < 1e-5 and all(report["same_greedy"])
     assert report["equal"] == [True, True] and report["other_weights_differ"]
     calls = report["calls"]
     assert calls[_RULE[0]] == calls["npu::chunk_fwd_o"] == calls["triton::solve_tril_16x16_kernel"] > 0
@@ -464,23 +485,57 @@ DELTA_COMBINED: dict[str, tuple[str, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", DELTA_COMBINED)
 def test_delta_nets_have_the_log_probs_of_transformers_combined_with(name: str) -> None:
     model, ranks, settings = DELTA_COMBINED[name]
-    for report in run_ranks("rollout", ranks, DELTA | {"model": model} | settings):
-        assert report["worst"] < 1e-4 and all(report["same_greedy"]) and all(report["equal"])
+    for report in run_ranks("rollout", ranks, DELTA_NETS | {"model": model} | settings):
+        assert report["worst"] < 1e-5 and all(report["same_greedy"]) and all(report["equal"])
         assert report["other_weights_differ"]
         assert report["graphs"] == (len(GRAPHS["cudagraph_capture_sizes"]) if name == "graphs" else 0)
+
+
+#: device, format of the model, the limit of the mean
+DELTA_DEVICES = [("Ascend950DT_9582", "float32", 1e-5), ("Ascend910B3", "bfloat16", 0.03)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "dtype", "limit"), DELTA_DEVICES)
+def test_delta_nets_on_a_950_and_in_bfloat16_have_the_log_probs_of_transformers(
+    device: str, dtype: str, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", device)
+    # in bfloat16 nothing of vllm-ascend is changed
+    settings = {"model": "qwen3_5", "dtype": dtype, "counts": False, "rounds": 1, "cast_prompts": dtype == "bfloat16"}
+    (report,) = run_ranks("rollout", 1, settings)
+    assert report["mean"] < limit
+    assert report["equal"] == [True] and report["other_weights_differ"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_delta_nets_in_int8_have_the_log_probs_of_their_definition_after_every_sync(model: str) -> None:
-    (report,) = run_ranks("rollout", 1, DELTA | {"model": model, "quantization": "int8", "rounds": 1})
-    # an element at an edge of rounding moves all later tokens of its response
-    assert report["mean"] < 0.01 and report["worst"] < 0.1
+    (report,) = run_ranks("rollout", 1, DELTA_NETS | {"model": model, "quantization": "int8", "rounds": 1})
+    # an element at an edge of rounding moves all later tokens of its response; of two sets of weights one has none
+    assert min(report["worst"], report["worst_other"]) < 1e-4 and report["mean"] < 0.01
     assert report["equal"] == [True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
     # the narrow projections of the rule keep their format
     nets = [name for name in report["in_bytes"] if name.startswith("linear_attn")]
     assert nets == ["linear_attn.in_proj_qkvz.weight", "linear_attn.out_proj.weight"]
     assert set(INT8_DAMAGE) <= set(report["damage"]) and not any(text.startswith("nothing") for text in report["damage"])
+
+
+#: int8 on two tensor parallel ranks: row-parallel matrices of a delta net, of a gated shared expert beside experts
+INT8_RANKS: dict[str, dict[str, Any]] = {
+    "delta net": {"model": "qwen3_5", "counts": False},
+    "gated shared expert": {"family": "qwen2_moe", "sizes": SMALL},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INT8_RANKS)
+def test_int8_of_two_tensor_parallel_ranks_has_the_log_probs_of_its_definition(name: str) -> None:
+    settings = {"dtype": "float32", "cast_prompts": False, "quantization": "int8", "tensor_parallel": 2, "rounds": 1}
+    for report in run_ranks("rollout", 2, settings | INT8_RANKS[name]):
+        # of two sets of weights one has no element at an edge of rounding
+        assert min(report["worst"], report["worst_other"]) < 1e-5 and report["worst_one_scale"] > 0.1
+        assert report["equal"] == [True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
 
 
 #: keys that change no token, by a run with all that the rules allow together

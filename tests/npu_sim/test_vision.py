@@ -38,7 +38,8 @@ def test_the_engine_of_the_npu_computes_with_images_and_videos_as_transformers_d
 #: matrices of a dense layer that engines have in bytes, of all layers the attention's
 MLP = ["mlp.down_proj.weight", "mlp.gate_up_proj.weight"]
 ATTENTION = ["self_attn.o_proj.weight", "self_attn.qkv_proj.weight"]
-#: model, format, device, largest difference: the tower's rounding may move an element over an edge, which are wide in MXFP8
+#: model, format, device, largest difference, ten times the mean's limit: the tower's rounding may move an element over an edge,
+#: which are wide in MXFP8
 QUANTIZED = {
     "Qwen2.5-VL in int8": ("qwen2.5", "int8", "Ascend910B3", 2e-3),
     "Qwen3-VL in int8": ("qwen3", "int8", "Ascend910B3", 2e-3),
@@ -56,6 +57,7 @@ def test_the_engine_of_the_npu_quantized_has_the_tower_as_it_was(name: str, monk
     monkeypatch.setenv("NPU_SIM_SOC", device)
     (report,) = run_ranks("vision_rollout", 1, {"model": model, "quantization": quantization})
     assert max(report["worst"].values()) < limit, report["worst"]
+    assert sum(report["mean"].values()) / len(report["mean"]) < limit / 10, report["mean"]
     experts = model == "qwen3_moe"
     stacks = [f"mlp.experts.{end}" for end in ("w13_weight", "w2_weight")]
     assert report["in_bytes"] == [*(stacks if experts else MLP), *ATTENTION]

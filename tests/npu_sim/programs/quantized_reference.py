@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 #: layers that keep the format of the run: what engines fold or widen, routers, the head, the tower
 KEPT = ("kv_b_proj", "in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate", "lm_head")
 #: layers of which each tensor-parallel rank has some of the columns
-ROW_PARALLEL = ("o_proj", "down_proj")
+ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")
 #: all finite numbers of E4M3 that are not negative: 0 to 7 eighths of 2^-6, then 8 to 15 eighths of each power of two to 2^8
 E4M3 = [i / 8 * 2.0**-6 for i in range(8)] + [i / 8 * 2.0**e for e in range(-6, 9) for i in range(8, 16)][:-1]
 

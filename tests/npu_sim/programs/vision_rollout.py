@@ -101,7 +101,7 @@ def main() -> None:
         quantize_reference(reference, quantization, torch.float32)
     start, end = rules.frame
     marks = {"i": [start, rules.token_id, end], "v": [start, rules.video.token_id, end]}
-    worst = {}
+    worst, mean = {}, {}
     for number, kinds in enumerate(("", "i", "ii", "v", "vv", "viv")):
         following = {"i": iter(pictures), "v": iter(videos)}
         media = tuple(next(following[kind]) for kind in kinds)
@@ -128,12 +128,13 @@ def main() -> None:
         with torch.no_grad():
             logits = reference(input_ids=row, **inputs).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        worst[kinds] = float((expected - torch.tensor(completion.log_probs)).abs().max())
+        gaps = (expected - torch.tensor(completion.log_probs)).abs()
+        worst[kinds], mean[kinds] = float(gaps.max()), float(gaps.mean())
     import simulator
 
     calls = {name: number for name, number in simulator.calls.items() if name.startswith("npu::")}
     quantized = {"proven": proven, "in_bytes": sync.list_types(), "damage": sync.find_damage()} if quantization else {}
-    report({"worst": worst, "calls": calls} | quantized)
+    report({"worst": worst, "mean": mean, "calls": calls} | quantized)
 
 
 if __name__ == "__main__":
