@@ -428,7 +428,8 @@ def test_int4_experts_of_a_family_have_the_log_probs_of_their_definition(name: s
     # as in int8, of two sets of weights one has no element at an edge of rounding
     assert min(report["worst"], report["worst_other"]) < 1e-4 and report["mean"] < 0.02
     assert report["equal"] == [True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
-    assert report["in_bytes"] == sorted(FAMILIES.get(name, report["in_bytes"])) and len(report["in_bytes"]) >= 4
+    # experts are in int32 there, and the others in int8
+    assert report["in_bytes"] == sorted(one for one in FAMILIES.get(name, report["in_bytes"]) if ".experts.w" not in one)
 
 
 @pytest.mark.slow
