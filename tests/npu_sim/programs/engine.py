@@ -89,6 +89,8 @@ QWEN35_MOE = {key: value for key, value in QWEN35.items() if key != "intermediat
     "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "router_aux_loss_coef": 0.0,
 }  # fmt: skip
+_SHARED_BLOCKS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+_SHARED_GROUPS = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
 MODELS = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN35,
@@ -100,6 +102,10 @@ MODELS = {
     # a 950's scales of MXFP8 experts come in pairs: of 64 columns
     "qwen3_moe_blocks": QWEN3_MOE | {"moe_intermediate_size": 64},
     "qwen3_moe_groups": QWEN3_MOE | _GROUPS,
+    "qwen3_next_blocks": QWEN3_NEXT | _SHARED_BLOCKS,
+    "qwen3_5_moe_blocks": QWEN35_MOE | _SHARED_BLOCKS,
+    "qwen3_next_groups": QWEN3_NEXT | _SHARED_GROUPS,
+    "qwen3_5_moe_groups": QWEN35_MOE | _SHARED_GROUPS,
     "deepseek3": DEEPSEEK3,
     "deepseek3_latent": DEEPSEEK3_LATENT,
     "deepseek3_groups": DEEPSEEK3_GROUPS,

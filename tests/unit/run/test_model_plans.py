@@ -114,8 +114,9 @@ def test_a_policy_that_the_engine_does_not_compute_is_refused_before_a_worker_st
         ("qwen3-moe", "npu", "mxfp8", "experts on npu whose rows are no multiples of 64 elements (moe_inter"),
         ("mixtral", "npu", "int8", ""),
         ("minimax-m2", "npu", "int8", "minimax_m2, which has experts, on npu: its attention calls an operator that"),
-        ("mixtral", "npu", "w4a8", "mixtral, which has experts, on npu: no run has proven its layout; among such"),
-        ("mixtral", "npu", "mxfp8", "mixtral, which has experts, on npu: no run has proven its layout; among such"),
+        ("glm4-moe", "npu", "w4a8", "glm4_moe, which has experts, on npu: no run has proven its layout; among such"),
+        ("hunyuan-moe", "npu", "mxfp8", "hunyuan_moe, which has experts, on npu: no run has proven its layout; among such"),
+        ("deepseek3", "npu", "mxfp8", "deepseek_v3, which has experts, on npu: for a fused operator of a 950"),
     ],
 )
 def test_a_policy_that_no_test_has_quantized_is_refused_by_name(
