@@ -12,7 +12,7 @@ tensor parallel ranks, of which each one reports its share alone |
 
 With all-gather each device gets all tokens of the group and keeps what its experts add to them: more bytes than MC2 or
 all-to-all, by plain collectives. Looked up in vllm-ascend 0.18 to 0.30. The first can go when vllm-ascend has such a setting,
-the second when it looks places up among places, the third when its own patch of that method is no longer left out for 0.23;
+the second when it looks places up among places, the third when vllm-ascend applies its own patch of that method to 0.23 too;
 `tests/npu_sim/test_rollout.py` fails without them.
 
 Not verified on NPU hardware.

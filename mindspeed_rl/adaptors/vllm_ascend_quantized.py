@@ -9,8 +9,8 @@ to the number of the plain format (ND), and the kernel is switched off (`FUSION`
 then operators that take both formats |
 | reported experts | apply and select_experts of the same module | `enable_return_routed_experts` reports the experts of each \
 token, which router replay reads; vllm-ascend does it for experts that are not quantized, and leaves zeros for others |
-| gates of shared experts | AscendFusedMoE._forward_shared_experts of vllm_ascend.ops.fused_moe.fused_moe | where shared \
-experts are in int8, vllm-ascend leaves out their gate, which Qwen2-MoE has |
+| gates of shared experts | _forward_shared_experts of AscendFusedMoE, from 0.24 on of AscendMoERunner, of \
+vllm_ascend.ops.fused_moe.fused_moe | where shared experts are in int8, vllm-ascend leaves out their gate, which Qwen2-MoE has |
 
 Layouts: as loaded, a matrix is [rows, columns] with scales [rows, 1], in MXFP8 [rows, columns / 32]; of int4 it is [rows / 2,
 columns], two rows in a byte, with scales [rows, columns / 256]; experts are stacks.
@@ -35,7 +35,7 @@ What is loaded is a view of the kernel's memory, or the other way round, so addr
 Scales of MXFP8 layers are no such view: they are loaded into memory of their own and then copied. MXFP8 is loaded as plain
 bytes, because copies between its types would convert numbers.
 
-Looked up in vllm-ascend 0.18 and 0.23 to 0.26, reported experts and gates in 0.23. The first patch can go when vllm-ascend
+Looked up in vllm-ascend 0.18 and 0.23 to 0.26. The first patch can go when vllm-ascend
 leaves experts in the plain format for the kernels that take it, the second when int8 experts report what they choose, the third
 when the gate is there; `tests/npu_sim/test_rollout.py` fails without them.
 

@@ -338,7 +338,11 @@ class TensorPlace:
         return parameter if self.index is None else self.select(parameter[self.index])
 
     def shape(self, stack: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the tensor from that of the parameter."""
+        """Return the shape of the tensor.
+
+        Args:
+            stack: shape of the parameter.
+        """
         if self.index is None:
             return stack
         size = stack[:0:-1] if self.transposed else stack[1:]

@@ -411,8 +411,9 @@ def _freeze_indexers(module: PolicyModule | ValueModule, plan: ModelPlan, places
     """Freeze what chooses the tokens of sparse attention, as on Megatron's engine: no loss of the model reaches it."""
     parameters, _ = _list_values(module)
     for op in plan.architecture.weight_ops(plan.model_config):
-        for name in op.hf if ".indexer." in op.mcore else ():
-            parameters[places[name].parameter].requires_grad_(False)
+        if ".indexer." in op.mcore:
+            for name in op.hf:
+                parameters[places[name].parameter].requires_grad_(False)
 
 
 def _build_mesh(device_type: str, shards: int | None) -> DeviceMesh:

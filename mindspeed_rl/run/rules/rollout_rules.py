@@ -474,9 +474,9 @@ def _quantization(run: Run) -> Iterator[Broken]:
     cfg, generate, key = run.config, run.generate, "generate_config.quantization"
     if generate.quantization is None:
         return
-    mended: dict[str, object] = {"enforce_eager": True, _EXCHANGE: "allgather"}
+    suggested: dict[str, object] = {"enforce_eager": True, _EXCHANGE: "allgather"}
     for keys, reason in explain_quantization(run, cfg.platform):
-        change = {f"generate_config.{name}": mended[name] for name in keys if name in mended} or {key: None}
+        change = {f"generate_config.{name}": suggested[name] for name in keys if name in suggested} or {key: None}
         yield violate("quantization", f"[{key}] is not available {reason}", change, keys=keys)
 
 

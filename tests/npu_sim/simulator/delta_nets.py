@@ -339,7 +339,7 @@ def _allow_any_shape() -> None:
 
 
 class _Driver:
-    """What is asked of Triton's driver before kernels run."""
+    """The part of Triton's driver that vLLM calls before kernels run."""
 
     def get_current_target(self) -> SimpleNamespace:
         return SimpleNamespace(backend="npu")
@@ -366,6 +366,6 @@ def triton_by_interpreter(module: ModuleType) -> None:
 
 
 def triton_of_ascend(module: ModuleType) -> None:
-    """What vllm-ascend takes from triton-ascend, and the numbers of cores."""
+    """Functions of triton-ascend that vllm-ascend imports, and the numbers of cores."""
     module.insert_slice, module.extract_slice = insert_slice, extract_slice
     module._NUM_AICORE, module._NUM_VECTORCORE = CUBE_CORES, VECTOR_CORES
