@@ -6,6 +6,7 @@ libraries compute is compared with the CPU in test_rollout.py and test_mindspeed
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -256,3 +257,51 @@ def test_grpo_with_images_runs_as_a_command(tmp_path: Path, monkeypatch: pytest.
     records = cpu.metrics(tmp_path / "grpo_run")
     assert len(records) == 2 and all(record["rollout/log_probs_diff_max"] < BF16 for record in records)
     assert all(record["actor/grad_norm"] > 0 for record in records)
+
+
+#: what the published Qwen3.5 with experts learns from, with its tower or without -> keys of the command
+PUBLISHED = {
+    "pictures": ("actor_config.freeze_vit=false",),
+    "text": ("actor_config.freeze_vit=true", "actor_config.freeze_aligner=true"),
+    "text, without the tower": tuple(
+        f"actor_config.{key}=true" for key in ("language_model_only", "freeze_vit", "freeze_aligner")
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+@pytest.mark.parametrize("rows", PUBLISHED)
+def test_grpo_of_the_published_qwen3_5_in_int8_runs_as_a_command(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import test_vision_run as cpu
+    import tiny_vision
+    from engine import MODELS
+    from test_language_model_only import REWARD
+
+    monkeypatch.setenv("NPU_SIM_MEMORY_GIB", "8")
+    example = load_script("examples/vision/make_task.py")
+    example.NUM_SFT, example.NUM_TRAIN, example.NUM_HELD_OUT = 8, 16, 8
+    example.main(tmp_path)
+    tiny_vision.save_for_the_example(example, tmp_path / "published", MODELS["qwen3_5_moe_vl"])
+    (tmp_path / "looks.py").write_text(cpu.REWARD)
+    keys = [key for key in COMMON if not key.startswith(("megatron_training.save_interval", "generate_config.kv"))]
+    keys += ["generate_config.kv_cache_memory_gib=null", "actor_config.load=published"]
+    keys += ["megatron_training.tokenizer_name_or_path=published", "actor_config.save=null", "actor_config.save_hf=false"]
+    (tmp_path / "evens.py").write_text(REWARD)
+    reward = "looks:starts_even" if rows == "pictures" else "evens:even"
+    keys += [f"rl_config.verifier_function=[{reward}]", "megatron_training.train_iters=2"]
+    keys += ["generate_config.quantization=int8", "rl_config.use_prefix_grouper=false", *PUBLISHED[rows]]
+    if rows != "pictures":
+        lines = (json.dumps({"instruction": f"{number}?", "output": "a"}) for number in range(16))
+        (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+        keys += ["megatron_training.data_path=text.jsonl", "megatron_training.image_folder=null"]
+    cpu.command("train", *cpu.GRPO, *keys, folder=tmp_path)
+    records = cpu.metrics(tmp_path / "grpo_run")
+    assert len(records) == 2
+    for version, record in enumerate(records, 1):
+        assert record["rollout/weight_version"] == version and record["rollout/proven_parameters"] > 0
+        # another policy than the trained one, by no more than int8 and bfloat16 explain
+        assert 0 < record["rollout/log_probs_diff_mean"] < 0.1 and 0.8 < record["rollout/ess"] < 1
+    assert any(record["actor/grad_norm"] > 0 for record in records)
