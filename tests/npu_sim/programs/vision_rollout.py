@@ -29,7 +29,7 @@ CHANGED = ".mlp."
 def main() -> None:
     """One engine, whose prompts have images and videos, none, one and several."""
     settings = rank_settings()
-    family, quantization = settings["model"], settings.get("quantization")
+    family, quantization, seed = settings["model"], settings.get("quantization"), settings.get("seed", 5)
     os.environ["MINDSPEED_RL_VISION"] = "1"
     from mindspeed_rl import adaptors, platform
     from mindspeed_rl.config import GenerateConfig
@@ -144,7 +144,7 @@ def main() -> None:
             media = tuple(next(following[kind]) for kind in kinds if kind in following)
             turns = [([40, *(id_ for kind in kinds for id_ in [*marks[kind], 41])], [])]
             ((prompt, _),), stored = reader.expand(turns, media)
-            engine.add_request(kinds, prompt, Sampling(1.0, NEW_TOKENS, (1,), images=media), 50 + number)
+            engine.add_request(kinds, prompt, Sampling(1.0, NEW_TOKENS, (1,), images=media), seed + number)
             done = {}
             while not done:
                 done.update(engine.step())
