@@ -105,11 +105,20 @@ class NoiseImage:
         return torch.randn(self.grid[1] * self.grid[2], self._patch_dim, generator=generator)
 
 
-def save_for_the_example(example: Any, folder: Path, *, experts: bool = False) -> None:
-    """Writes a tiny Qwen3-VL, or one with experts, with the tokenizer and the processor of the example."""
+def save_for_the_example(
+    example: Any, folder: Path, other: dict[str, Any] | None = None, *, experts: bool = False, **sizes: int
+) -> None:
+    """Writes a tiny model with the tokenizer and the processor of the example.
+
+    Args:
+        other: config.json of a model that has the processor of Qwen3-VL; None for Qwen3-VL itself.
+        experts: Qwen3-VL has experts.
+        sizes: of its language model.
+    """
     tokenizer = example.make_tokenizer()
     ids = [tokenizer.convert_tokens_to_ids(token) for token in example.SPECIAL]
     torch.manual_seed(7)
+    token_ids = dict(zip(("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), ids[3:]))
     config_class = transformers.Qwen3VLMoeConfig if experts else transformers.Qwen3VLConfig
     config = config_class(
         text_config={
@@ -117,19 +126,28 @@ def save_for_the_example(example: Any, folder: Path, *, experts: bool = False) -
             **({**_EXPERTS, "norm_topk_prob": True} if experts else {}),
             **{"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 32},
             **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.05},
-            **{"bos_token_id": None, "eos_token_id": ids[1], "pad_token_id": ids[0]},
+            **{"bos_token_id": None, "eos_token_id": ids[1], "pad_token_id": ids[0], **sizes},
             "rope_parameters": {
                 **{"rope_type": "default", "rope_theta": 10000.0},
                 **{"mrope_section": [6, 5, 5], "mrope_interleaved": True},
             },
         },
         vision_config={
-            **{"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 128},
-            **{"patch_size": 14, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1], "initializer_range": 0.05},
+            **{"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4},
+            **{
+                "out_hidden_size": sizes.get("hidden_size", 128),
+                "patch_size": 14,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1],
+                "initializer_range": 0.05,
+            },
         },
-        **dict(zip(("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), ids[3:])),
+        **token_ids,
         tie_word_embeddings=True,
     )
+    if other is not None:
+        parts = {name: {**other[name], "initializer_range": 0.1} for name in ("text_config", "vision_config")}
+        config = transformers.AutoConfig.for_model(**other | token_ids | parts)
     transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     example.save_processor(folder)

@@ -36,8 +36,10 @@ ROWS = (
      "带图像的 Qwen3-VL，fp32：视觉塔、投影层与语言模型参与训练，注意力全部融合", ("test_vision.test_images",)),
     ("Qwen3-VL built without its tower (`language_model_only`), fp32: trains as on the CPU",
      "不构建视觉塔的 Qwen3-VL（`language_model_only`），fp32：训练与 CPU 一致", ("test_vision.test_the_language",)),
-    ("Rollout by vllm-ascend of prompts with images and videos (Qwen2.5-VL, Qwen3-VL, fp32): log-probs equal transformers'",
-     "vllm-ascend 对带图像与视频的 prompt 进行 rollout（Qwen2.5-VL、Qwen3-VL，fp32）：log-prob 与 transformers 一致",
+    ("Rollout by vllm-ascend of prompts with images and videos (Qwen2.5-VL, Qwen3-VL, Qwen3.5, fp32): log-probs equal "
+     "transformers'; of quantized language models those of the definition",
+     "vllm-ascend 对带图像与视频的 prompt 进行 rollout（Qwen2.5-VL、Qwen3-VL、Qwen3.5，fp32）：log-prob 与 transformers 一致；"
+     "语言模型量化后符合其定义",
      ("test_vision.test_the_engine",)),
     ("Engine in fp32 equal to the CPU: TP2, PP2, DP2, CP2", "引擎 fp32 与 CPU 一致：TP2、PP2、DP2、CP2",
      ("test_engine.test_training", "test_engine.test_padded")),
@@ -109,6 +111,11 @@ ROWS = (
      "单独运行 vllm-ascend 0.23：gated delta net（Qwen3-Next、稠密与带专家的 Qwen3.5），其 Triton 算子由 Triton 解释器运行："
      "对数概率与 transformers 一致，TP2，计算图；int8 矩阵：对数概率符合其定义",
      ("test_rollout.test_delta_nets",)),
+    ("vllm-ascend 0.23 by itself: Qwen3.5 as published, without its tower, dense and with experts, in int8, MXFP8 and W4A8, "
+     "TP2, shared experts, graphs: log-probs of the definition",
+     "单独运行 vllm-ascend 0.23：已发布的 Qwen3.5 不构建视觉塔，稠密与带专家，int8、MXFP8 与 W4A8，TP2，"
+     "共享专家，计算图：对数概率符合其定义",
+     ("test_rollout.test_published",)),
     ("vllm-ascend 0.23 by itself on 950: MXFP8 matrices, experts too: log-probs of the definition; A2 refuses them",
      "在 950 上单独运行 vllm-ascend 0.23：MXFP8 矩阵，含专家：对数概率符合其定义；A2 拒绝", ("test_rollout.test_mxfp8",)),
     ("vllm-ascend 0.23 by itself on A2, A3 and 950: exchange of experts that it chooses, and all-gather by key; keys that "

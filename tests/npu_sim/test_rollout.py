@@ -559,6 +559,44 @@ def test_delta_nets_in_int8_have_the_log_probs_of_their_definition_after_every_s
     assert set(INT8_DAMAGE) <= set(report["damage"]) and not any(text.startswith("nothing") for text in report["damage"])
 
 
+#: Qwen3.5 as it is published, without its tower (`language_model_only`) -> device, processes, settings of the program
+WITHOUT_TOWER: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dense, int8": ("Ascend910B3", 1, {"model": "qwen3_5_vl", "quantization": "int8"}),
+    "dense, MXFP8": ("Ascend950DT_9582", 1, {"model": "qwen3_5_vl", "quantization": "mxfp8"}),
+    "experts, int8, delta syncs and graphs": (
+        *("Ascend910B3", 1),
+        {"model": "qwen3_5_moe_vl", "quantization": "int8", "delta": True, "generate": GRAPHS},
+    ),
+    "experts, int8, two tensor parallel ranks": (
+        *("Ascend910B3", 2),
+        {"model": "qwen3_5_moe_vl", "quantization": "int8", "tensor_parallel": 2, "prompts": [[0, 1]] * 2},
+    ),
+    "experts, int8, shared on an A3": (
+        *("Ascend910_9391", 2),
+        {"model": "qwen3_5_moe_vl", "quantization": "int8", "sharing": 2, "prompts": [[0, 1], [2]]},
+    ),
+    "experts, MXFP8": ("Ascend950DT_9582", 1, {"model": "qwen3_5_moe_vl_blocks", "quantization": "mxfp8"}),
+    "experts, W4A8": ("Ascend910B3", 1, {"model": "qwen3_5_moe_vl_groups", "quantization": "w4a8", "seed": 8}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITHOUT_TOWER)
+def test_published_qwen3_5_without_its_tower_has_the_log_probs_of_the_definition(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, ranks, settings = WITHOUT_TOWER[name]
+    monkeypatch.setenv("NPU_SIM_SOC", device)
+    for report in run_ranks("rollout", ranks, DELTA_NETS | {"tower": False, "rounds": 1, "prompts": [[0, 1]]} | settings):
+        # of two sets of weights one has no element at an edge of rounding
+        assert min(report["worst"], report["worst_other"]) < 1e-4 and report["mean"] < 0.02
+        assert report["equal"] == [True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
+        nets = [name for name in report["in_bytes"] if name.startswith("linear_attn")]
+        assert nets == ["linear_attn.in_proj_qkvz.weight", "linear_attn.out_proj.weight"]
+        assert not any(text.startswith("nothing") for text in report["damage"])
+        assert report["graphs"] == (len(GRAPHS["cudagraph_capture_sizes"]) if "graphs" in name else 0)
+
+
 #: int8 on two tensor parallel ranks: row-parallel matrices of a delta net, of a gated shared expert beside experts
 INT8_RANKS: dict[str, dict[str, Any]] = {
     "delta net": {"model": "qwen3_5", "counts": False},

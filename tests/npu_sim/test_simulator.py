@@ -275,6 +275,15 @@ def test_a_graph_holds_neither_memory_nor_decisions_of_the_host() -> None:
         rows.sum().item()
     with pytest.raises(RuntimeError, match="of the host's memory"), torch.npu.graph(torch.npu.NPUGraph()):
         rows.copy_(torch.ones(4, 8))
+    mask, places = rows[:, 0] == 0, torch.tensor([2, 0]).to("npu")
+    with pytest.raises(RuntimeError, match="needs a result on the host"), torch.npu.graph(torch.npu.NPUGraph()):
+        rows[mask]
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):  # the shape of indices is known
+        chosen = rows[places]
+    rows.copy_(torch.arange(32.0).view(4, 8))
+    graph.replay()
+    assert chosen[:, 0].tolist() == [16, 0]
 
 
 def test_a_graph_waits_for_its_event_and_has_the_parameters_of_the_update() -> None:

@@ -6,6 +6,7 @@ libraries compute is compared with the CPU in test_rollout.py and test_mindspeed
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -256,3 +257,59 @@ def test_grpo_with_images_runs_as_a_command(tmp_path: Path, monkeypatch: pytest.
     records = cpu.metrics(tmp_path / "grpo_run")
     assert len(records) == 2 and all(record["rollout/log_probs_diff_max"] < BF16 for record in records)
     assert all(record["actor/grad_norm"] > 0 for record in records)
+
+
+_FROZEN = ("actor_config.freeze_vit=true", "actor_config.freeze_aligner=true")
+_DROPPED = (*_FROZEN, "actor_config.language_model_only=true")
+#: what the published Qwen3.5 with experts learns from, with its tower or without -> format of the rollout, keys of the command
+PUBLISHED = {
+    "pictures, delta syncs and replayed experts": (
+        "int8",
+        ("actor_config.freeze_vit=false", "generate_config.update_weight_mode=delta", "rl_config.router_replay.mode=R3"),
+    ),
+    "text": ("int8", _FROZEN),
+    "text, without the tower": ("int8", _DROPPED),
+    "text, without the tower, experts in int4": ("w4a8", _DROPPED),
+}
+#: format -> model, largest mean difference of log-probs that it explains in bfloat16, least share of samples
+EXPLAINED = {"int8": ("qwen3_5_moe_vl", 0.1, 0.8), "w4a8": ("qwen3_5_moe_vl_groups", 1.0, 0.2)}
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+@pytest.mark.parametrize("rows", PUBLISHED)
+def test_grpo_of_the_published_qwen3_5_quantized_runs_as_a_command(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import test_vision_run as cpu
+    import tiny_vision
+    from engine import MODELS
+    from test_language_model_only import REWARD
+
+    quantization, changes = PUBLISHED[rows]
+    model, largest, least = EXPLAINED[quantization]
+    monkeypatch.setenv("NPU_SIM_MEMORY_GIB", "8")
+    example = load_script("examples/vision/make_task.py")
+    example.NUM_SFT, example.NUM_TRAIN, example.NUM_HELD_OUT = 8, 16, 8
+    example.main(tmp_path)
+    tiny_vision.save_for_the_example(example, tmp_path / "published", MODELS[model])
+    (tmp_path / "looks.py").write_text(cpu.REWARD)
+    keys = [key for key in COMMON if not key.startswith(("megatron_training.save_interval", "generate_config.kv"))]
+    keys += ["generate_config.kv_cache_memory_gib=null", "actor_config.load=published"]
+    keys += ["megatron_training.tokenizer_name_or_path=published", "actor_config.save=null", "actor_config.save_hf=false"]
+    (tmp_path / "evens.py").write_text(REWARD)
+    reward = "looks:starts_even" if "pictures" in rows else "evens:even"
+    keys += [f"rl_config.verifier_function=[{reward}]", "megatron_training.train_iters=2"]
+    keys += [f"generate_config.quantization={quantization}", "rl_config.use_prefix_grouper=false", *changes]
+    if "pictures" not in rows:
+        lines = (json.dumps({"instruction": f"{number}?", "output": "a"}) for number in range(16))
+        (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+        keys += ["megatron_training.data_path=text.jsonl", "megatron_training.image_folder=null"]
+    cpu.command("train", *cpu.GRPO, *keys, folder=tmp_path)
+    records = cpu.metrics(tmp_path / "grpo_run")
+    assert len(records) == 2
+    for version, record in enumerate(records, 1):
+        assert record["rollout/weight_version"] == version and record["rollout/proven_parameters"] > 0
+        assert 0 < record["rollout/log_probs_diff_mean"] < largest and least < record["rollout/ess"] < 1
+        assert "replayed" not in rows or 0.8 < record["router/agreement"] <= 1
+    assert any(record["actor/grad_norm"] > 0 for record in records)

@@ -20,15 +20,15 @@ _ON_CPU = (
 _ON_NPU: dict[str, tuple[str, ...]] = {
     "int8": (
         *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hy_v3"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl"),
     ),
     "mxfp8": (
         *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "ernie4_5_moe", "hy_v3"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl"),
     ),
     "w4a8": (
         *("qwen2_moe", "qwen3_moe", "mixtral", "ernie4_5_moe", "hy_v3", "deepseek_v3"),
-        *("qwen3_next", "qwen3_5_moe"),
+        *("qwen3_next", "qwen3_5_moe", "qwen3_vl_moe", "qwen3_5_moe_vl"),
     ),
 }
 #: elements of a row whose scales vllm-ascend stores together, of experts in MXFP8

@@ -91,7 +91,29 @@ QWEN35_MOE = {key: value for key, value in QWEN35.items() if key != "intermediat
 }  # fmt: skip
 _SHARED_BLOCKS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 _SHARED_GROUPS = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+
+
+def _add_tower(text: dict[str, object], name: str, **sizes: int) -> dict[str, object]:
+    """A Qwen3.5 as it is published: its tower, whatever it is used for, and a prediction layer."""
+    text = {**text, "mtp_num_hidden_layers": 1, **sizes}
+    return {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": str(text["model_type"]).removesuffix("_text"),
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": {
+            **{"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 14},
+            **{"num_position_embeddings": 64, "out_hidden_size": text["hidden_size"]},
+        },
+        **{"vision_start_token_id": 122, "vision_end_token_id": 123, "image_token_id": 120, "video_token_id": 121},
+        "tie_word_embeddings": False,
+    }
+
+
 MODELS = {
+    "qwen3_5_vl": _add_tower(QWEN35, "Qwen3_5"),
+    "qwen3_5_moe_vl": _add_tower(QWEN35_MOE, "Qwen3_5Moe"),
+    "qwen3_5_moe_vl_blocks": _add_tower(QWEN35_MOE, "Qwen3_5Moe", **_SHARED_BLOCKS),
+    "qwen3_5_moe_vl_groups": _add_tower(QWEN35_MOE, "Qwen3_5Moe", **_SHARED_GROUPS),
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN35,
     "qwen3_5_moe": QWEN35_MOE,

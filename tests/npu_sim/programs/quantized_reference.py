@@ -141,6 +141,18 @@ def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype, ra
             module.register_forward_hook(partial(linear, parts=ranks if end in ROW_PARALLEL else 1))
 
 
+def split_experts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same tensors with each expert by itself, as a weight sync sends them."""
+    for name, tensor in tensors.items():
+        before, _, end = name.rpartition(".")
+        for expert, matrix in enumerate(tensor if end in ("gate_up_proj", "down_proj") else ()):
+            parts = {"gate_proj": 0, "up_proj": 1} if end == "gate_up_proj" else {"down_proj": 0}
+            for part, index in parts.items():
+                yield f"{before}.{expert}.{part}.weight", matrix.chunk(len(parts))[index].clone()
+        if end not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+
+
 class QuantizedSync:
     """Weight syncs of engines that have all weights on so many ranks together; each trainer has all by itself."""
 

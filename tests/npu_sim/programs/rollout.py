@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import MODELS
-from quantized_reference import OtherTorch, QuantizedSync, quantize_float32, quantize_reference, return_float32
+from quantized_reference import OtherTorch, QuantizedSync, quantize_float32, quantize_reference, return_float32, split_experts
 from ranks import rank_settings, report
 
 PROMPTS = ([11, 12, 13, 14, 15], [40, 41], [7] * 20, [100, 3, 9, 77, 5, 61, 33])
@@ -80,7 +80,8 @@ def main() -> None:
     share experts; without it each has all of them), prompts (of each rank, the numbers of those it answers), experts_of_devices
     (of each layer; for `expert_map_path`), routing (whether the experts of each token are reported), sampling (several groups
     of keys of sampling_config, for greedy responses), delta (syncs of quantized weights write what changed), seed of weights,
-    counts (False without the kernels of a token), longest (tokens of the first prompt in place of its own).
+    counts (False without the kernels of a token), longest (tokens of the first prompt in place of its own), tower (False: syncs
+    send no weights of a model's tower).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
@@ -94,7 +95,7 @@ def main() -> None:
     adaptors.apply("rollout")
     device.set_device(rank)
     from scripts import ROOT
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from vllm.compilation.counter import compilation_counter
 
     from mindspeed_rl.adaptors.engine_hooks import DERIVED
@@ -117,7 +118,8 @@ def main() -> None:
         (folder / "config.json").write_text(json.dumps(MODELS[settings.get("model", "qwen2")]))
         shape = AutoConfig.from_pretrained(folder)
     torch.manual_seed(settings.get("seed", 5))
-    reference = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    kind = AutoModelForImageTextToText if hasattr(shape, "vision_config") else AutoModelForCausalLM
+    reference = kind.from_config(shape, dtype=torch.float32)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(parameter.to(torch_dtype) * 4)  # far from uniform, and equal on both sides
@@ -174,7 +176,9 @@ def main() -> None:
     def push(version: int, scale: float = 1.0) -> None:
         from safetensors.torch import load_file
 
-        tensors = load_file(folder / "weights" / "model.safetensors")
+        tensors = dict(split_experts(load_file(folder / "weights" / "model.safetensors")))
+        if not settings.get("tower", True):
+            tensors = {name: t for name, t in tensors.items() if "visual" not in name}
         scaled = lambda name: scale if re.search(MLPS, name) else 1.0  # noqa: E731
         changed = {name: (t * scaled(name)).to(torch_dtype) for name, t in tensors.items()}
         if config.quantization:

@@ -5,34 +5,31 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from quantized_reference import QuantizedSync, quantize_float32, quantize_reference
+from engine import MODELS
+from quantized_reference import QuantizedSync, quantize_float32, quantize_reference, return_float32, split_experts
 from ranks import rank_settings, report
+from rollout import keep_float32
 
 NEW_TOKENS = 6
-
-
-def split_experts(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same tensors with each expert by itself, as a weight sync sends them."""
-    for name, tensor in tensors.items():
-        before, _, end = name.rpartition(".")
-        for expert, matrix in enumerate(tensor if end in ("gate_up_proj", "down_proj") else ()):
-            parts = {"gate_proj": 0, "up_proj": 1} if end == "gate_up_proj" else {"down_proj": 0}
-            for part, index in parts.items():
-                yield f"{before}.{expert}.{part}.weight", matrix.chunk(len(parts))[index].clone()
-        if end not in ("gate_up_proj", "down_proj"):
-            yield name, tensor
+#: Qwen3-VL-MoE whose rows are whole blocks of MXFP8, whole groups of int4
+SIZES = {
+    "qwen3_moe_blocks": {"moe_intermediate_size": 64},
+    "qwen3_moe_groups": {"hidden_size": 256, "moe_intermediate_size": 256},
+}
+#: part of the names of what the last sync changes, in the tower too
+CHANGED = ".mlp."
 
 
 def main() -> None:
     """One engine, whose prompts have images and videos, none, one and several."""
     settings = rank_settings()
-    family, quantization = settings["model"], settings.get("quantization")
+    family, quantization, seed = settings["model"], settings.get("quantization"), settings.get("seed", 5)
     os.environ["MINDSPEED_RL_VISION"] = "1"
     from mindspeed_rl import adaptors, platform
     from mindspeed_rl.config import GenerateConfig
@@ -54,8 +51,10 @@ def main() -> None:
 
     example = load_script("examples/vision/make_task.py")
     folder = Path(os.environ["NPU_SIM_REPORT_DIR"], "model")
-    if family.startswith("qwen3"):
-        tiny_vision.save_for_the_example(example, folder, experts=family == "qwen3_moe")
+    if family.startswith("qwen3_5"):
+        tiny_vision.save_for_the_example(example, folder, MODELS[family])
+    elif family.startswith("qwen3"):
+        tiny_vision.save_for_the_example(example, folder, experts=family != "qwen3", **SIZES.get(family, {}))
     else:
         example.save_model(folder)
     # the processor's own limits would make smaller frames
@@ -87,35 +86,42 @@ def main() -> None:
     )
     if quantization:
         quantize_float32()
+    if quantization == "mxfp8":
+        return_float32()
     engine = VllmEngine(folder, config, Sampling(1.0, NEW_TOKENS, (1,)), run_id="v", kv_bytes_per_token=4096, image_rules=rules)
-    engine.restore_memory("weights")
+    if family.startswith("qwen3_5"):
+        keep_float32()
     weights = dict(split_experts(load_file(folder / "model.safetensors")))
     sync, proven = QuantizedSync(engine, str(quantization), torch.float32), []
+
+    def push(version: int, scale: float = 1.0) -> None:
+        changed = {name: t * (scale if CHANGED in name else 1.0) for name, t in weights.items()}
+        engine.restore_memory("weights")
+        if quantization:
+            proven.append(sync.load(changed, version))
+        else:
+            engine.load_weights(((name, t.to("npu")) for name, t in changed.items()), version)
+        engine.restore_memory("cache")
+
+    references = [
+        AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        for _ in range(2)
+    ]
     if quantization:
-        proven = [sync.load(weights, version) for version in range(2)]
-    else:
-        engine.load_weights(((name, t.to("npu")) for name, t in weights.items()), 0)
-    engine.restore_memory("cache")
-    reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    if quantization:
-        quantize_reference(reference, quantization, torch.float32)
+        quantize_reference(references[0], quantization, torch.float32)
     start, end = rules.frame
-    marks = {"i": [start, rules.token_id, end], "v": [start, rules.video.token_id, end]}
-    worst, mean = {}, {}
-    for number, kinds in enumerate(("", "i", "ii", "v", "vv", "viv")):
-        following = {"i": iter(pictures), "v": iter(videos)}
-        media = tuple(next(following[kind]) for kind in kinds)
-        turns = [([40, *(id_ for kind in kinds for id_ in [*marks[kind], 41])], [])]
-        ((prompt, _),), stored = reader.expand(turns, media)
-        engine.add_request(kinds, prompt, Sampling(1.0, NEW_TOKENS, (1,), images=media), 5 + number)
-        done = {}
-        while not done:
-            done.update(engine.step())
-        completion = done[kinds]
-        row = torch.tensor([[*prompt, *completion.token_ids]])
+    spaces = {rules.token_id, rules.video.token_id}
+    marks = {
+        "t": [50 + index for index in range(20)],
+        "i": [start, rules.token_id, end],
+        "v": [start, rules.video.token_id, end],
+    }
+
+    def compute_gaps(reference: Any, prompt: list[int], stored: list[Any], completion: Any) -> torch.Tensor:
+        """Return how far the log-probs of a response are from transformers', up to a token that it takes for an image's."""
+        tokens = list(takewhile(lambda token: token not in spaces, completion.token_ids))
+        row = torch.tensor([[*prompt, *tokens]])
         inputs: dict[str, Any] = {"mm_token_type_ids": (row == rules.token_id).int() + 2 * (row == rules.video.token_id).int()}
-        # what the model has sampled is text
-        inputs["mm_token_type_ids"][:, len(prompt) :] = 0
         images = [one for one in stored if isinstance(one, StoredImage)]
         clips = [one for one in stored if not isinstance(one, StoredImage)]
         for names, some in ((("pixel_values", "image_grid_thw"), images), (("pixel_values_videos", "video_grid_thw"), clips)):
@@ -127,14 +133,41 @@ def main() -> None:
             inputs["second_per_grid_ts"] = torch.tensor(steps)
         with torch.no_grad():
             logits = reference(input_ids=row, **inputs).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        gaps = (expected - torch.tensor(completion.log_probs)).abs()
-        worst[kinds], mean[kinds] = float(gaps.max()), float(gaps.mean())
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        return (expected - torch.tensor(completion.log_probs[: len(tokens)])).abs()
+
+    def compare() -> dict[str, dict[str, float]]:
+        """Return differences from the reference, of each prompt, and the largest ones from a model that is not quantized."""
+        worst, mean, plain = {}, {}, {}
+        for number, kinds in enumerate(("", "t", "i", "ii", "v", "vv", "viv")):
+            following = {"i": iter(pictures), "v": iter(videos)}
+            media = tuple(next(following[kind]) for kind in kinds if kind in following)
+            turns = [([40, *(id_ for kind in kinds for id_ in [*marks[kind], 41])], [])]
+            ((prompt, _),), stored = reader.expand(turns, media)
+            engine.add_request(kinds, prompt, Sampling(1.0, NEW_TOKENS, (1,), images=media), seed + number)
+            done = {}
+            while not done:
+                done.update(engine.step())
+            gaps, others = (compute_gaps(reference, prompt, stored, done[kinds]) for reference in references)
+            worst[kinds], mean[kinds], plain[kinds] = float(gaps.max()), float(gaps.mean()), float(others.max())
+        return {"worst": worst, "mean": mean, "plain": plain}
+
+    push(0)
+    syncs = [compare()]
+    push(1)  # the same weights again
+    engine.release_memory()
+    push(2, 3.0)
+    with torch.no_grad():
+        for reference in references:
+            for name, value in reference.named_parameters():
+                if CHANGED in name:
+                    value.mul_(3.0)
+    syncs.append(compare())
     import simulator
 
     calls = {name: number for name, number in simulator.calls.items() if name.startswith("npu::")}
     quantized = {"proven": proven, "in_bytes": sync.list_types(), "damage": sync.find_damage()} if quantization else {}
-    report({"worst": worst, "mean": mean, "calls": calls} | quantized)
+    report({"syncs": syncs, "calls": calls} | quantized)
 
 
 if __name__ == "__main__":

@@ -79,9 +79,14 @@ def _run(op: Callable, name: str, is_random: bool, args: tuple, kwargs: dict) ->
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+def _has_mask(values: torch.Tensor, indices: list[torch.Tensor | None]) -> bool:
+    """Whether the shape of `values[indices]` depends on numbers: a mask counts, indices have a shape."""
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
 def _kernel(op: Any, name: str) -> Callable:
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    waits = not _WAITS.isdisjoint(op.tags)
+    waits = _has_mask if name == "aten::index.Tensor" else not _WAITS.isdisjoint(op.tags)
     return recorded(name, lambda *args, **kwargs: _run(op, name, is_random, args, kwargs), waits)
 
 

@@ -92,11 +92,11 @@ def _address(name: str, item: object) -> object:
     return item.clone()
 
 
-def recorded(name: str, function: Callable[..., Any], waits: bool = False) -> Callable[..., Any]:
+def recorded(name: str, function: Callable[..., Any], waits: bool | Callable[..., bool] = False) -> Callable[..., Any]:
     """Returns the kernel of an operator that is part of a graph while one is captured.
 
     Args:
-        waits: the host needs its result, which no graph has.
+        waits: the host needs its result, which no graph has; or a function of the arguments that says so.
     """
 
     @functools.wraps(function)
@@ -108,7 +108,7 @@ def recorded(name: str, function: Callable[..., Any], waits: bool = False) -> Ca
             if _standing is not None:
                 raise RuntimeError(f"{name} comes behind a graph that waits for an event which nobody has recorded")
             return function(*args, **keywords)
-        if waits:
+        if waits(*args, **keywords) if callable(waits) else waits:
             raise RuntimeError(f"{name} needs a result on the host while a graph is captured")
         addresses, named = tree_map(functools.partial(_address, name), (args, keywords))
         if _updating is not None:  # only the parameters change; it runs with the graph

@@ -24,14 +24,14 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
         "test_rollout.test_delta_nets_in_int8_have_the_log_probs_of_their_definition_after_every_sync": (
             *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
         ),
-        TOWERS: ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        TOWERS: ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl"),
     },
     "mxfp8": {
         "test_rollout.test_mxfp8_experts_of_a_950_have_the_log_probs_of_their_definition_after_every_sync": ("qwen3_moe",),
         "test_rollout.test_mxfp8_of_a_family_on_a_950_has_the_log_probs_of_its_definition": (
             *("qwen2_moe", "mixtral", "glm4_moe", "ernie4_5_moe", "hy_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
         ),
-        TOWERS: ("qwen2_5_vl", "qwen3_vl"),
+        TOWERS: ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl"),
     },
     "w4a8": {
         "test_rollout.test_int4_experts_of_a_family_have_the_log_probs_of_their_definition": (
@@ -39,6 +39,7 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_rollout.test_int4_experts_next_to_int8_have_the_log_probs_of_their_definition_after_every_sync": ("qwen3_moe",),
         "test_rollout.test_int4_experts_have_the_log_probs_of_their_definition_combined_with": ("deepseek_v3",),
+        TOWERS: ("qwen3_vl_moe", "qwen3_5_moe_vl"),
     },
 }
 #: config.json of experts in rows of whole blocks of every format
