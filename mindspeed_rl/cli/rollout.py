@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print_status("interrupted; the engine was stopped.")
         return 0
-    except (RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         return report_failure(error)
     finally:
         listening.close()

@@ -20,9 +20,7 @@ from mindspeed_rl.checkpoint.model_source import (
 )
 from mindspeed_rl.checkpoint.other_engine import check_source
 from mindspeed_rl.config import ConfigError, GenerateConfig, MegatronConfig, RunConfig
-from mindspeed_rl.config.model_metadata import find_adapter_base
 from mindspeed_rl.config.run import Derivation
-from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
@@ -31,6 +29,7 @@ from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_mod
 from mindspeed_rl.models.quantized_names import explain_divided_blocks
 from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.hub_models import fetch_models
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
@@ -40,8 +39,6 @@ from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
-#: keys of a role that may be a name on a hub
-_HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 #: tokens whose probabilities these kernels add up at once
@@ -228,41 +225,6 @@ def _find_obstacle(folder: Path) -> str | None:
             return None
     except OSError as error:
         return f"no file can be made in {folder} ({error.strerror or error})"
-
-
-def fetch_models(cfg: RunConfig, *, downloads: bool = True) -> RunConfig:
-    """Return the run with the folders, in the caches of the hubs, of models and tokenizers that it names as on a hub.
-
-    Args:
-        downloads: what is not in the cache is fetched.
-
-    Raises:
-        NotFetchedError: something is not in the cache, and `downloads` is False.
-        ValueError: a hub has no such model, or cannot be reached.
-    """
-    folders: dict[str, str] = {}
-    changed: dict[str, Any] = {}
-    for role in ("megatron_training", *_ROLES, "teacher_config"):
-        config = getattr(cfg, role)
-        values: dict[str, str] = {}
-        for key in () if config is None else _HUB_KEYS:
-            text = getattr(config, key)
-            if key == "base_model" and text is None:
-                # the base that an adapter names, which may have been fetched itself
-                named = (values.get(other, getattr(config, other)) for other in ("load", "pretrained_checkpoint", "ref_model"))
-                text = next(filter(None, map(find_adapter_base, named)), None)
-            # a folder of checkpoints that are still to be written
-            if key == "load" and (text == config.save or config.pretrained_checkpoint):
-                continue
-            if text and (name := parse_hub_name(text)) is not None:
-                kind = "tokenizer" if key == "tokenizer_name_or_path" else "model"
-                group = "megatron_training" if cfg.is_supervised else role
-                if text not in folders:
-                    folders[text] = str(fetch(name, f"{group}.{key}", kind, downloads=downloads))
-                values[key] = folders[text]
-        if values:
-            changed[role] = dataclasses.replace(config, **values)
-    return dataclasses.replace(cfg, **changed) if changed else cfg
 
 
 def list_source_checks(run: Run) -> Iterator[Callable[[], object]]:

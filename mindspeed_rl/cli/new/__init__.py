@@ -16,8 +16,8 @@ from mindspeed_rl.cli.new.given_rows import Given, Source, read_dataset, read_ow
 from mindspeed_rl.cli.new.made_rows import Row
 from mindspeed_rl.cli.new.tiny_model import MAX_LENGTH, TinyKind, save_tiny_model
 from mindspeed_rl.cli.options import Parser, print_status, read_json_object
-from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import read_json, write_file
+from mindspeed_rl.hub import fetch, parse_hub_name
 from mindspeed_rl.models import has_layers
 
 _NUM_HELD_OUT = 24
@@ -218,7 +218,7 @@ def _write(folder: Path, source: Source, model: str | None, teacher: str | None,
         "kind": source.kind,
         "title": f"{folder.name}: {kind.title}",
         "reward": reward,
-        "teacher": "teacher" if teacher is None else str(_find_model(teacher, "--teacher")),
+        "teacher": "teacher" if teacher is None else _name_model(teacher, "--teacher"),
         "stage": kind.stage,
         "label": "answer",
         "columns": _format_columns(kind, given),
@@ -324,7 +324,7 @@ def _choose_sizes(kind: _Kind, model: str | None, rows: list[Row]) -> dict[str, 
         lr = "1.0e-3"
         chosen = {"model": "model", "engine": "", "bf16": "false", "dtype": "float32", "lr": lr, "lr_note": note}
         return chosen | _as_text(sizes)
-    name, path = parse_hub_name(model), _find_model(model, "--model")
+    path = _find_model(model, "--model")
     try:
         config = read_json(path / "config.json")
         # the sizes of a model of images are in a part
@@ -343,7 +343,7 @@ def _choose_sizes(kind: _Kind, model: str | None, rows: list[Row]) -> dict[str, 
     halves = "true" if computes_bfloat16() and not by_module else "false"
     note = "half of it where the reward or the loss is unstable"
     return {
-        "model": str(path) if name is None else model,
+        "model": _name_model(model, "--model"),
         "engine": "\n  engine: fsdp                 # Megatron has no layers of this family here" if by_module else "",
         "bf16": halves,
         "dtype": "bfloat16" if halves == "true" else "float32",
@@ -382,6 +382,16 @@ def _find_model(model: str, option: str) -> Path:
     if not (path / "config.json").is_file():
         raise ValueError(f"{option} {model} holds no config.json: give a Hugging Face folder")
     return path
+
+
+def _name_model(model: str, option: str) -> str:
+    """Return how a run file names a model: as on its hub, or the folder from the root on.
+
+    Raises:
+        ValueError: see `_find_model`.
+    """
+    path = _find_model(model, option)
+    return str(path) if parse_hub_name(model) is None else model
 
 
 def _as_text(sizes: dict[str, float]) -> dict[str, str]:

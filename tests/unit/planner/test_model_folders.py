@@ -31,6 +31,16 @@ def test_a_folder_has_the_layouts_of_the_block_of_its_model(tmp_path: Path, caps
     assert main(["memory", "--config-name", str(written), "--chip", "A3"]) == 0
 
 
+def test_layouts_of_delta_nets_have_no_cached_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vllm-ascend's engine caches none of them."""
+    content = MODELS["Qwen3.5-4B"]
+    small = {"num_hidden_layers": 4, "layer_types": content["text_config"]["layer_types"][:4]}
+    (tmp_path / "config.json").write_text(json.dumps(content | {"text_config": content["text_config"] | small}))
+    for model in (str(tmp_path), "qwen35_4b"):
+        _fit(capsys, "--model", model, "--npus", "4", "-o", str(tmp_path / "run.yaml"))
+        assert "enable_prefix_caching: false" in (tmp_path / "run.yaml").read_text()
+
+
 def test_layouts_of_the_second_engine_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", *SIZES, "--model", "qwen25_0p5b", "--engine", "fsdp", "--json"]) == 0
     layouts = [layout["values"] for layout in json.loads(capsys.readouterr().out)["layouts"]]
