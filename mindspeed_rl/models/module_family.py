@@ -138,29 +138,30 @@ def read_module_family(
     # imports transformers' models, which a plan of a known family does without
     from mindspeed_rl.models.hf_module import read_hf_config
 
-    config = read_hf_config(hf_folder, _ENGINE, trusts_code=trusts_code)  # its errors have the path
+    path, config = hf_folder / "config.json", read_hf_config(hf_folder, _ENGINE, trusts_code=trusts_code)
+    model = _build_trained(config, path)
     classes = tuple(cast(list[str], hf_config.get("architectures") or []))
     try:
-        return _read_family(config, _build_trained(config), _list_stored(hf_folder), classes)
-    except ValueError as error:
-        raise ValueError(f"{hf_folder / 'config.json'}: {error}") from error
+        return _read_family(config, model, _list_stored(hf_folder), classes)
+    except (ValueError, RuntimeError) as error:  # of transformers' conversions, for sizes of 0
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _build_trained(config: PretrainedConfig) -> PreTrainedModel:
+def _build_trained(config: PretrainedConfig, path: Path) -> PreTrainedModel:
     """Return the module of a config without memory.
 
     Raises:
-        ValueError: it has a form that the engine does not train.
+        ValueError: it has a form that the engine does not train; the message has the path of its config.json.
     """
     import torch
 
     # imports transformers' models, which a plan of a known family does without; so do those below
-    from mindspeed_rl.models.hf_module import build_module, find_obstacle
+    from mindspeed_rl.models.hf_module import build_module, find_obstacle, take_values
 
     with torch.device("meta"):
-        model = build_module(config)
+        model = take_values(lambda: build_module(config), path)
     if obstacle := find_obstacle(model):
-        raise ValueError(f"engine: fsdp does not train {config.model_type}: {obstacle}.")
+        raise ValueError(f"{path}: engine: fsdp does not train {config.model_type}: {obstacle}.")
     return model
 
 

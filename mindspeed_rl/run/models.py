@@ -74,7 +74,7 @@ def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Ru
 def with_model_configs(cfg: RunConfig) -> RunConfig:
     """Return the run file with the model keys that it omits filled from the config.json of each role's model.
 
-    A role whose weights are missing stays as it is: loading them fails later.
+    A role whose weights are missing stays as it is: loading them fails later, where its model is one that can be built.
 
     Raises:
         ConfigError: a written key contradicts the config.json of its role's model, or a model is not supported.
@@ -91,6 +91,8 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             source = find_model(role, name)
         except ValueError:
             changes[name] = role
+            # before anybody fetches weights that nothing here reads
+            violations += [f"{name}: {reason}" for reason in _list_unsupported(role)]
             continue
         try:
             # only the actor has prediction layers
@@ -118,6 +120,16 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
         reward_config=changes.get("reward_config"),
         critic_config=changes.get("critic_config"),
     )
+
+
+def _list_unsupported(role: MegatronConfig) -> Iterator[str]:
+    """Yield why no layout of a role builds its model, of which only config.json is here."""
+    for name in filter(None, (role.load, role.pretrained_checkpoint)):
+        if Path(name, "config.json").expanduser().is_file():
+            try:
+                read_model(Path(name).expanduser(), role.engine, trusts_code=role.trust_remote_code)
+            except ValueError as error:
+                yield str(error)
 
 
 def _check_exact(name: str, model_config: ModelConfig, role: MegatronConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
+from mindspeed_rl import registry
 from mindspeed_rl.cli.doctor.checks import computes_bfloat16
 from mindspeed_rl.cli.new import made_rows
 from mindspeed_rl.cli.new.given_rows import Given, Source, read_dataset, read_own, read_reasoning_gym, read_verifiers
@@ -339,6 +340,8 @@ def _choose_sizes(kind: _Kind, model: str | None, rows: list[Row]) -> dict[str, 
     sizes = {"prompt": prompt, "answer": min(128, length - prompt), "length": length, "micro": 8, "cache": 2.0}
     sizes["iterations"] = 2 * kind.iterations
     by_module = "model_type" in config and not has_layers(config)
+    if by_module and "auto_map" not in config:  # code of the folder runs only where a run file trusts it
+        _check_module(path)
     # classes of transformers may keep weights in float32
     halves = "true" if computes_bfloat16() and not by_module else "false"
     note = "half of it where the reward or the loss is unstable"
@@ -382,6 +385,20 @@ def _find_model(model: str, option: str) -> Path:
     if not (path / "config.json").is_file():
         raise ValueError(f"{option} {model} holds no config.json: give a Hugging Face folder")
     return path
+
+
+def _check_module(path: Path) -> None:
+    """Check that transformers computes the model of a folder, which no other engine has.
+
+    Raises:
+        ValueError: it does not.
+    """
+    # by name: it imports transformers' models, which a model of the support table does without
+    read_any_model = registry.load("mindspeed_rl.models.plan:read_any_model", "new")
+    try:
+        read_any_model(path)
+    except ValueError as error:
+        raise ValueError(f"--model {error}") from None
 
 
 def _name_model(model: str, option: str) -> str:

@@ -10,6 +10,8 @@ import transformers
 from published import MODELS
 
 from mindspeed_rl.cli.plan import main
+from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree
+from mindspeed_rl.planner.run_files import read_block
 
 SIZES = ["--npus", "2", "--prompt", "512", "--response", "512", "--prompts", "8", "--samples", "4", "--top", "2"]
 
@@ -36,9 +38,11 @@ def test_layouts_of_delta_nets_have_no_cached_prefixes(tmp_path: Path, capsys: p
     content = MODELS["Qwen3.5-4B"]
     small = {"num_hidden_layers": 4, "layer_types": content["text_config"]["layer_types"][:4]}
     (tmp_path / "config.json").write_text(json.dumps(content | {"text_config": content["text_config"] | small}))
-    for model in (str(tmp_path), "qwen35_4b"):
-        _fit(capsys, "--model", model, "--npus", "4", "-o", str(tmp_path / "run.yaml"))
-        assert "enable_prefix_caching: false" in (tmp_path / "run.yaml").read_text()
+    _fit(capsys, "--model", str(tmp_path), "-o", str(tmp_path / "run.yaml"))
+    assert "enable_prefix_caching: false" in (tmp_path / "run.yaml").read_text()
+    trees = {name: build_grpo_tree(FitRequest(name, read_block(name, None), 2, 512, 512)) for name in ("qwen35_4b", "qwen3_8b")}
+    kept = {name: tree["generate_config"]["enable_prefix_caching"] for name, tree in trees.items()}
+    assert kept == {"qwen35_4b": False, "qwen3_8b": True}
 
 
 def test_layouts_of_the_second_engine_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
