@@ -23,6 +23,7 @@ from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles, Model
 from mindspeed_rl.inference.prompt_format import PromptFormat, choose_template
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
+from mindspeed_rl.models.module_family import ModuleArchitecture
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, can_cache_prefixes, check_engine, complete_shape
 
@@ -293,4 +294,6 @@ def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
     request = EngineRequest(size, max_len, "--tensor-parallel-size", "--max-length", dtype=dtype, dtype_key="--dtype")
     if options.engine == "vllm":
         check_engine(shape, request, device.name)
+    elif options.engine == "transformers" and isinstance(model.source.architecture, ModuleArchitecture):
+        model.source.architecture.check_rollout(dtype, "--dtype")
     return Session(model, tokenizer, prompt_format, settings, device.name, tuple(warnings))

@@ -88,7 +88,7 @@ def _check_class(content: HfConfig, installed: str) -> None:
     Raises:
         ValueError: config.json names classes, and all of them are of another model.
     """
-    built = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(content["model_type"])
+    built = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(content["model_type"]))
     names = content.get("architectures")
     if built is None or not isinstance(names, list) or not names:
         return

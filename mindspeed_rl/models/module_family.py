@@ -100,6 +100,18 @@ class ModuleArchitecture(Architecture):
                 f"which frequencies of type longrope do not depend on the length of a row; set it to {self.longest} or less"
             )
 
+    def check_rollout(self, dtype: str, key: str) -> None:
+        """Check the format in which the class generates: it mixes the weights that it keeps in float32 with the others.
+
+        Raises:
+            ValueError: it is another one than float32, and the class keeps some.
+        """
+        if dtype != "float32" and self.kept_in_float32:
+            raise ValueError(
+                f"{key} {dtype} computes with weights in that format, and transformers' class of {self.name} keeps some in "
+                f"float32, such as {self.kept_in_float32}; set float32"
+            )
+
     def hf_copies(self, model_config: ModelConfig) -> dict[str, str]:
         """Return the name of a tied head, which a checkpoint may have."""
         return {} if self.head is not None else {"lm_head.weight": self.embedding}

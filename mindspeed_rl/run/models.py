@@ -25,6 +25,7 @@ from mindspeed_rl.files import read_json
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
+from mindspeed_rl.models.module_family import ModuleArchitecture
 from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_model, read_model
 from mindspeed_rl.models.quantized_names import explain_divided_blocks
 from mindspeed_rl.platform import platform_class, resolve_name
@@ -156,6 +157,8 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
     """Raise ValueError for a policy that the rollout engine does not compute on this device kind, or not in this format."""
     plan = model.plan
     if generate.engine == "transformers":
+        if isinstance(plan.architecture, ModuleArchitecture):
+            plan.architecture.check_rollout(generate.dtype, "generate_config.dtype:")
         _check_module(plan, model.source.hf_folder, trusts_code=generate.trust_remote_code)
         return
     slow = "generate_config.engine: transformers generates with it, slowly"
