@@ -100,7 +100,7 @@ class _Reader:
             raise ValueError(f"general.alignment is {alignment!r}; expected a power of 2 up to {_MAX_ALIGNMENT}")
         start = expected = -(-self._at // alignment) * alignment
         tensors = tuple(self._tensor(start, alignment, *entry) for entry in entries)
-        # as llama.cpp wants them: one after the other, so that a wrong type, shape or place does not read another tensor's bytes
+        # one after the other, as llama.cpp wants them: a wrong type, shape or place would read bytes of another tensor
         for tensor, (*_, offset) in zip(tensors, entries):
             if start + offset != expected:
                 raise ValueError(
