@@ -20,8 +20,10 @@ from mindspeed_rl.checkpoint.model_source import (
 )
 from mindspeed_rl.checkpoint.other_engine import check_source
 from mindspeed_rl.config import ConfigError, GenerateConfig, MegatronConfig, RunConfig
+from mindspeed_rl.config.model_metadata import list_config_folders
 from mindspeed_rl.config.run import Derivation
 from mindspeed_rl.files import read_json
+from mindspeed_rl.hub import parse_hub_name
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
@@ -30,7 +32,7 @@ from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_mod
 from mindspeed_rl.models.quantized_names import explain_divided_blocks
 from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.hub_models import fetch_models
+from mindspeed_rl.run.hub_models import fetch_configs, fetch_models
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
@@ -63,6 +65,8 @@ def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Ru
     Raises:
         ValueError: the run file is wrong; all violations are named.
     """
+    cfg = fetch_configs(cfg, downloads=downloads)
+    _check_hub_models(cfg)
     cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
     run = resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
     if run.platform == "cpu" and cfg.exact_slices:
@@ -123,12 +127,25 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
     )
 
 
+def _check_hub_models(cfg: RunConfig) -> None:
+    """Check that the models that roles name as on a hub can be built, by their config.json, before weights are fetched.
+
+    Raises:
+        ConfigError: some cannot.
+    """
+    roles = {name: role for name in _ROLES if (role := getattr(cfg, name)) is not None}
+    on_hubs = {name: role for name, role in roles.items() if any(map(parse_hub_name, (role.load, role.pretrained_checkpoint)))}
+    if violations := [f"{name}: {reason}" for name, role in on_hubs.items() for reason in _list_unsupported(role)]:
+        raise ConfigError(violations)
+
+
 def _list_unsupported(role: MegatronConfig) -> Iterator[str]:
-    """Yield why no layout of a role builds its model, of which only config.json is here."""
+    """Yield why no layout of a role builds its model, of which only config.json needs to be here."""
     for name in filter(None, (role.load, role.pretrained_checkpoint)):
-        if Path(name, "config.json").expanduser().is_file():
+        folder, _ = list_config_folders(name, role.base_model)
+        if (folder / "config.json").is_file():
             try:
-                read_model(Path(name).expanduser(), role.engine, trusts_code=role.trust_remote_code)
+                read_model(folder, role.engine, trusts_code=role.trust_remote_code)
             except ValueError as error:
                 yield str(error)
 

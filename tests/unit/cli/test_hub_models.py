@@ -69,9 +69,6 @@ def test_a_model_of_a_hub_is_planned_by_its_config_alone(
     call("promise", "run.yaml", "--chip", "A3")
     missing = "actor_config.pretrained_checkpoint: the weights of 'own/tiny' are not in the cache; train fetches them, or "
     assert missing in call("explain", "--config", "run.yaml")
-    shutil.rmtree(cache)
-    put(cache, "own/tiny", weights=True)
-    assert missing not in call("explain", "--config", "run.yaml")
 
 
 def test_a_model_that_is_not_in_the_cache_is_a_command_that_fetches_it(
@@ -101,7 +98,7 @@ def test_a_model_that_is_not_in_the_cache_is_a_command_that_fetches_it(
     for words in (["new", "other", "--model", "own/tiny"], ["train", "--config", "run.yaml"]):
         assert "mindspeed-rl download own/tiny) and copy the folder" in fails(*words)
     assert main(["explain", "--config", "run.yaml"]) == 0
-    assert "'own/tiny' is not in the cache; train fetches it, or mindspeed-rl download own/tiny\n" in capsys.readouterr().out
+    assert f"'own/tiny' is not in the cache; train fetches it, or {fetching}\n" in capsys.readouterr().out
 
 
 def test_weight_files_that_the_index_names_are_missed(cache: Path) -> None:
@@ -142,3 +139,26 @@ def test_a_model_that_comes_with_the_run_says_as_much_as_one_that_was_there(
     assert not known and not cfg.reads_images
     put(cache, "own/seeing", weights=True, vision_config={}, image_token_id=5)
     assert fetch_models(cfg).reads_images
+
+
+def test_a_model_that_nothing_computes_is_refused_before_its_weights_are_fetched(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(cache, "own/tiny", weights=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "task", "--model", "own/tiny"]) == 0
+    monkeypatch.chdir(tmp_path / "task")
+    shutil.rmtree(cache)
+    put(cache, "own/tiny", weights=False, architectures=["DeepseekV41ForCausalLM"], model_type="deepseek_v41")
+    for words in ("explain --config run.yaml", "train --config run.yaml", "new other --model own/tiny"):
+        assert main(words.split()) == 2
+        printed = capsys.readouterr()
+        assert "CSA2" in printed.out + printed.err and "not in the cache" not in printed.out + printed.err
+
+
+def test_a_rollout_server_takes_a_name(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(cache, "own/tiny", weights=False)
+    assert main(["rollout", "--model", "own/tiny", "--platform", "cpu", "--port", "0"]) == 2
+    assert "--model: 'own/tiny' does not exist" in (text := capsys.readouterr().err) and "is not complete in the cache" in text
+    assert main(["rollout", "--model", "own/tiny/no", "--platform", "cpu", "--port", "0"]) == 2
+    assert "--model own/tiny/no: no folder with config.json" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import pytest
 from hub_server import Hub, serving
 
 from mindspeed_rl.cli.main import main
-from mindspeed_rl.hub import HubName, NotFetchedError, fetch, parse_hub_name
+from mindspeed_rl.hub import HubName, NotFetchedError, fetch, find_cached, parse_hub_name
 
 MODEL = {"config.json": b'{"a": 1}', "tokenizer.json": b"{}", "pytorch_model.bin": b"no"}
 MODEL["model.safetensors"] = bytes(range(256)) * 3000
@@ -83,7 +83,7 @@ def test_a_model_is_fetched_once_without_files_that_are_not_used(prefix: str, hu
     expected = {name: content for name, content in MODEL.items() if name != "pytorch_model.bin"}
     assert {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")} == expected
     hub.requests.clear()
-    assert fetch(HubName(prefix, "own/tiny"), "load", downloads=False) == folder
+    assert fetch(HubName(prefix, "own/tiny"), "load", downloads=False) == folder == find_cached(f"{prefix}own/tiny")
     assert fetch(HubName(prefix, "own/tiny"), "load").samefile(folder)
     assert not [request for request in hub.requests if "GET" in request and "safetensors" in request]
 
