@@ -49,7 +49,7 @@ ENVIRONMENTS: dict[str, str] = {
     # of packages that are optional, or that want other versions than the CPU environment has
     "extras": (
         "tests/unit/observability/test_tracker_services.py tests/unit/inference/test_lm_harness.py "
-        "tests/unit/checkpoint/test_gguf.py tests/unit/data/test_hub.py tests/unit/test_documents.py "
+        "tests/unit/data/test_hub.py tests/unit/test_documents.py "
         "tests/unit/dumps/test_msprobe_compare.py tests/e2e/test_lm_eval.py tests/e2e/test_verifiers_run.py "
         "tests/e2e/test_cookbook.py "
         "tests/unit/rollout/test_public_agent.py tests/unit/tools/test_environments.py "

@@ -98,8 +98,16 @@ class _Reader:
         alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
             raise ValueError(f"general.alignment is {alignment!r}; expected a power of 2 up to {_MAX_ALIGNMENT}")
-        start = -(-self._at // alignment) * alignment
+        start = expected = -(-self._at // alignment) * alignment
         tensors = tuple(self._tensor(start, alignment, *entry) for entry in entries)
+        # one after the other, as llama.cpp wants them: a wrong type, shape or place would read bytes of another tensor
+        for tensor, (*_, offset) in zip(tensors, entries):
+            if start + offset != expected:
+                raise ValueError(
+                    f"the tensor {tensor.name!r} is at byte {start + offset}, and those before it end at {expected}: a type, a"
+                    " shape or a place is wrong"
+                )
+            expected += -(-tensor.data.nbytes // alignment) * alignment
         names = [tensor.name for tensor in tensors]
         if len(set(names)) < len(names):
             twice = next(name for index, name in enumerate(names) if name in names[:index])

@@ -23,8 +23,8 @@ from mindspeed_rl.checkpoint.lora import PeftMerge, is_peft_folder, open_peft
 from mindspeed_rl.checkpoint.merge_methods import METHODS, MergeSettings
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf
 from mindspeed_rl.config.model_metadata import describe_inner_adapters, find_adapter_base
-from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import read_json
+from mindspeed_rl.hub import fetch, parse_hub_name
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.model_config import ModelConfig
 

@@ -18,9 +18,9 @@ from mindspeed_rl.audit.rows import RowPart, find_tokenizer_folder, list_row_fil
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import load_run_config
-from mindspeed_rl.data.hub import parse_hub_name
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.files import check_writable, describe_missing, write_file
+from mindspeed_rl.hub import parse_hub_name
 from mindspeed_rl.rewards.judge_addresses import list_judges
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.run import Run

@@ -18,7 +18,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
-from mindspeed_rl.data.hub import NotFetchedError
+from mindspeed_rl.hub import NotFetchedError
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.run import Run

@@ -22,8 +22,8 @@ from mindspeed_rl.cli.options import (
 )
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.config.threads import WAITING
-from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.data.templates import Thinking
+from mindspeed_rl.hub import fetch, parse_hub_name
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.inference.engine_interface import Engine
 from mindspeed_rl.observability.logging import build_quiet_environment
@@ -266,7 +266,7 @@ def open_session(args: argparse.Namespace, *, chats: bool = False) -> Session:
     opened = session.open_session(build_options(session.SessionOptions, args), chats=chats)
     if (template := opened.prompt_format.name) and not (args.prompt_type or args.hf_chat_template):
         print_status(f"note: chat template: {_TEMPLATE_NOTES[template]}; --prompt-type NAME takes another")
-    for notice in opened.model.source.warnings:
+    for notice in (*opened.model.source.warnings, *opened.warnings):
         print_status(f"note: {notice}")
     return opened
 

@@ -38,9 +38,9 @@ from mindspeed_rl.cli.sessions import end_session
 from mindspeed_rl.config import RunConfig, load_run_config
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import is_weight
-from mindspeed_rl.data.hub import parse_hub_name
 from mindspeed_rl.data.prompts import HUBS, split_slice
 from mindspeed_rl.files import write_file
+from mindspeed_rl.hub import parse_hub_name
 from mindspeed_rl.scratch import scratch_folder
 
 _T = TypeVar("_T")

@@ -13,7 +13,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.config.model_metadata import find_adapter_base
-from mindspeed_rl.data.hub import fetch, parse_hub_name
+from mindspeed_rl.hub import fetch, parse_hub_name
 from mindspeed_rl.observability.logging import clean_text
 
 

@@ -17,9 +17,9 @@ from mindspeed_rl.config.keys.megatron import ENGINES
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
-from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
 from mindspeed_rl.files import FileWriteError, write_file
+from mindspeed_rl.hub import fetch, parse_hub_name
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
 from mindspeed_rl.planner.calibration import compute_factors, read_measured
@@ -300,7 +300,7 @@ def _find_folder(model: str) -> Path | None:
     if (path / "config.json").is_file():
         return path
     if (name := parse_hub_name(model)) is not None:
-        return fetch(name, "--model", "model", downloads=False)
+        return fetch(name, "--model", "tokenizer", downloads=False)
     return None
 
 

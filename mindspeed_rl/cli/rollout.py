@@ -20,6 +20,7 @@ from mindspeed_rl.config.quantized_formats import QUANTIZATIONS
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
+from mindspeed_rl.hub import fetch, parse_hub_name
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 from mindspeed_rl.run.draft import load_run
@@ -47,7 +48,7 @@ def make_parser() -> Parser:
     """Build the argument parser."""
     parser = Parser(prog="mindspeed-rl rollout", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
-    add("--model", type=Path, help="Hugging Face folder; default: the actor's of --config-name")
+    add("--model", help="Hugging Face folder, or owner/name, ms://owner/name on a hub; default: the actor's of --config-name")
     add("--join", type=Path, metavar="RUN", help="folder of a run that goes: serve it, with its settings, until either ends")
     add("--config-name", "--config", help="run file whose generate_config the engine has")
     add("--config-dir", help="folder of the run file; default: the project's configs/")
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print_status("interrupted; the engine was stopped.")
         return 0
-    except (RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         return report_failure(error)
     finally:
         listening.close()
@@ -134,15 +135,17 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
     if args.join is not None and args.config_name is not None:
         raise ValueError("--join and --config-name exclude one another: the settings come from the run")
     if args.join is not None:
-        generate, folder, shared, args.platform = _read_joined_run(args.join)
+        generate, model, shared, args.platform = _read_joined_run(args.join)
     elif args.config_name is not None:
-        generate, folder, shared = _read_run_file(args)
+        generate, model, shared = _read_run_file(args)
     else:
         generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256)
-        folder, shared = None, _Shared(limits=NO_LIMITS, exact_slices=0)
-    folder = args.model or folder
+        model, shared = None, _Shared(limits=NO_LIMITS, exact_slices=0)
+    model = args.model or model
+    name = parse_hub_name(model)
+    folder = fetch(name, "--model") if name is not None else None if model is None else Path(model)
     if folder is None or not (folder.expanduser() / "config.json").is_file():
-        raise ValueError(f"--model {folder}: no folder with config.json")
+        raise ValueError(f"--model {model}: no folder with config.json")
     given: dict[str, Any] = {
         "infer_tensor_parallel_size": args.tensor_parallel_size,
         "max_model_len": args.max_model_len,
@@ -163,19 +166,19 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
     return generate, folder.expanduser().resolve(), shared
 
 
-def _read_joined_run(join: Path) -> tuple[GenerateConfig, Path, _Shared, str]:
+def _read_joined_run(join: Path) -> tuple[GenerateConfig, str, _Shared, str]:
     """Return the settings that a run has written for servers that join it: engine, model, trainer and platform."""
     settings = ServerFolder(join.expanduser()).read_settings()
     try:
         shared = _Shared(limits=MediaLimits(**settings["limits"]), exact_slices=settings["exact_slices"])
         sampling = SamplingConfig(**settings["generate"].pop("sampling_config"))
         generate = GenerateConfig(**settings["generate"], sampling_config=sampling)
-        return generate, Path(settings["hf_folder"]), shared, settings["platform"]
+        return generate, str(settings["hf_folder"]), shared, settings["platform"]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--join {join}: servers/run.json is not of a run of this release ({error})") from None
 
 
-def _read_run_file(args: argparse.Namespace) -> tuple[GenerateConfig, Path | None, _Shared]:
+def _read_run_file(args: argparse.Namespace) -> tuple[GenerateConfig, str | None, _Shared]:
     """Return the settings of a run file; the model is None where it names none."""
     cfg = load_run(args.config_name, args.config_dir, args.overrides).config
     if cfg.generate_config is None:
@@ -183,7 +186,7 @@ def _read_run_file(args: argparse.Namespace) -> tuple[GenerateConfig, Path | Non
     actor = cfg.actor_config
     model = actor.tokenizer_name_or_path or actor.load
     shared = _Shared(limits=MediaLimits.from_keys(actor), exact_slices=cfg.exact_slices)
-    return cfg.generate_config, Path(model) if model else None, shared
+    return cfg.generate_config, model, shared
 
 
 def _read_drafts(text: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.files import read_json
+from mindspeed_rl.hub import find_cached
 
 #: folder inside a Megatron checkpoint that keeps config, generation config and tokenizer of the HF model
 HF_FILES = "huggingface"
@@ -49,6 +50,7 @@ class EngineShape:
         is_sparse: queries attend to the tokens that an indexer chooses.
         linear_heads, linear_size: key heads of the gated delta nets, and the smaller width of a key and a value head.
         linear_state: bytes of the state of one of them, of all heads, in an engine in bfloat16.
+        vocab_size: tokens that it can read.
     """
 
     source: str
@@ -64,6 +66,7 @@ class EngineShape:
     linear_heads: int | None = None
     linear_size: int | None = None
     linear_state: int | None = None
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,17 @@ def find_adapter_base(folder: str | Path | None, base_model: str | None = None) 
     return base_model or str(_read(path).get("base_model_name_or_path") or "")
 
 
+def list_config_folders(name: str, base_model: str | None = None) -> tuple[Path, Path]:
+    """Return the folders that may have the config.json of the model that a key names, as a path or as a name on a hub.
+
+    That of an adapter is its base's, and a checkpoint has it in a folder of its own.
+    """
+    start = find_cached(name) or Path(name).expanduser()
+    if base := find_adapter_base(start, base_model):
+        start = find_cached(base) or Path(base).expanduser()
+    return start, start / HF_FILES
+
+
 def describe_inner_adapters(folder: Path) -> str:
     """Return which of the adapters in a folder can be named, as roles with their own adapters export them; "" without any."""
     names = sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
@@ -113,12 +127,12 @@ def find_code_elsewhere(auto_map: object) -> tuple[str, str] | None:
 
 
 def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
-    """Return the metadata of the model that the keys of a role name; None where none of its folders has a config.json."""
+    """Return the metadata of the model that the keys of a role name; None where none of its folders has a config.json.
+
+    A name on a hub is the folder in its cache.
+    """
     for name in (role.load, role.tokenizer_name_or_path, role.pretrained_checkpoint):
-        if not name:
-            continue
-        start = Path(find_adapter_base(name, role.base_model) or name).expanduser()
-        for folder in (start, start / HF_FILES):
+        for folder in () if not name else list_config_folders(name, role.base_model):
             if config := _read(folder / "config.json"):
                 reads_images = "vision_config" in config and "image_token_id" in config
                 text = config.get("text_config")
@@ -149,6 +163,7 @@ def _read_shape(source: str, folder: Path, config: Mapping[str, object]) -> Engi
         linear_heads=_read_count(config, "linear_num_key_heads"),
         linear_size=min((width for width in widths if width), default=None),
         linear_state=_read_state_bytes(config),
+        vocab_size=_read_count(config, "vocab_size"),
     )
 
 

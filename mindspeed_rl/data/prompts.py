@@ -33,7 +33,6 @@ from mindspeed_rl.data.conversation import (
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import DEFAULT_TAGS, HandlerSettings, raise_encoding_errors
 from mindspeed_rl.data.handlers.prompt import LABELS, Math17kAlpacaStyleInstructionHandler, PromptHandler
-from mindspeed_rl.data.hub import HF, MS
 from mindspeed_rl.data.images import (
     IMAGES,
     ImageReader,
@@ -69,6 +68,7 @@ from mindspeed_rl.data.templates import (
 )
 from mindspeed_rl.data.tokenizer import set_eos_token
 from mindspeed_rl.files import describe_missing
+from mindspeed_rl.hub import HF, MS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

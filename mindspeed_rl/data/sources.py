@@ -25,10 +25,10 @@ from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.compressed import COMPRESSIONS, is_compressed, open_content, read_suffix
 from mindspeed_rl.data.configurations import Configuration, find_repeated_shard, read_configurations
 from mindspeed_rl.data.conversation import MalformedRowError, Row
-from mindspeed_rl.data.hub import HF, MS, fetch, parse_hub_name
 from mindspeed_rl.data.short_floats import shorten_floats
 from mindspeed_rl.data.strict_json import StrictDecoder
 from mindspeed_rl.files import describe_foreign, describe_missing, open_regular
+from mindspeed_rl.hub import HF, MS, fetch, parse_hub_name
 
 _FORMATS = {
     ".jsonl": "jsonl",

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.config.model_metadata import find_code_elsewhere
-from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import describe_missing, read_json
+from mindspeed_rl.hub import fetch, parse_hub_name
 from mindspeed_rl.importing import auto_tokenizer, plain_tokenizer
 
 if TYPE_CHECKING:
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 #: names of what the classes of transformers read, of which a tokenizer has at least one
 _VOCABULARIES = ("token*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "merges.txt", "spm*", "bpe*")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return True for a folder with a file that the classes of transformers read a tokenizer from."""
+    return any(fnmatch(file.name, pattern) for file in folder.iterdir() for pattern in _VOCABULARIES)
 
 
 def check_tokenizer_files(path: str | Path) -> bool:
@@ -31,7 +36,7 @@ def check_tokenizer_files(path: str | Path) -> bool:
     if not _is_folder(path):
         return False
     folder = Path(path).expanduser()
-    if not any(fnmatch(file.name, pattern) for file in folder.iterdir() for pattern in _VOCABULARIES):
+    if not has_tokenizer(folder):
         raise ValueError(
             f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: the folder holds none ("
             f"{folder.absolute()} has no tokenizer.json, tokenizer.model or vocab.json); copy the model's files there"
@@ -178,6 +183,16 @@ def check_tokens(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
                 f" ({len(expected)} tokens) by tokenizer.json itself: transformers builds {type(tokenizer).__name__} by its own"
                 " rules; set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json"
             )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, sizes: Mapping[str, int], path: str | Path) -> list[str]:
+    """Check the tokenizer of a run, a session or a server against its file and its models; return warnings.
+
+    Raises:
+        ValueError: see `check_tokens` and `check_vocabulary`.
+    """
+    check_tokens(tokenizer, path)
+    return check_vocabulary(tokenizer, sizes, path)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, sizes: Mapping[str, int], path: str | Path) -> list[str]:

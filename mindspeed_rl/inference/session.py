@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Literal
 from mindspeed_rl import adaptors, platform, registry
 from mindspeed_rl.checkpoint.trained_template import read_trained_prompt_type
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.model_metadata import VISION_VARIABLE, EngineShape
+from mindspeed_rl.config.model_metadata import VISION_VARIABLE, EngineShape, read_model_metadata
 from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.data.images import ImageReader, ImageRules
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, Thinking
-from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.data.tokenizer import check_tokenizer, load_tokenizer
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.inference.engine_interface import Engine
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles, ModelSettings, open_model
 from mindspeed_rl.inference.prompt_format import PromptFormat, choose_template
 from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.model_keys import fill_model_keys
+from mindspeed_rl.models.module_family import ModuleArchitecture
 from mindspeed_rl.observability.logging import set_up_logging
-from mindspeed_rl.run.rules.engine_limits import EngineRequest, can_cache_prefixes, engine_obstacles
+from mindspeed_rl.run.rules.engine_limits import EngineRequest, can_cache_prefixes, check_engine, complete_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,6 +115,7 @@ class Session:
 
     Attributes:
         settings: settings of the engine, with the limit of prompt and answer.
+        warnings: sentences about the tokenizer that are worth reading, and no reason to stop.
     """
 
     model: ModelFiles
@@ -120,6 +123,7 @@ class Session:
     prompt_format: PromptFormat
     settings: EngineSettings
     platform_name: str
+    warnings: tuple[str, ...] = ()
 
     def needed_length(self, longest_prompt: int, max_new_tokens: int) -> int:
         """Return max_model_len for prompts and answers of these lengths.
@@ -169,22 +173,14 @@ class Session:
                 engine.close()
 
 
-def _build_shape(model: ModelFiles) -> EngineShape:
-    """Return the model's sizes for the limits of the engine."""
-    model_config, linear = model.model_config, model.model_config.linear_attention
-    latent = model_config.multi_latent_attention and model_config.kv_lora_rank and model_config.qk_pos_emb_head_dim
-    return EngineShape(
-        source=str(model.source.path),
-        num_heads=model_config.num_attention_heads,
-        num_kv_heads=model_config.num_query_groups,
-        head_size=model_config.kv_channels,
-        is_latent=model_config.multi_latent_attention,
-        latent_size=(model_config.kv_lora_rank or 0) + (model_config.qk_pos_emb_head_dim or 0) if latent else None,
-        ffn_hidden_size=model_config.ffn_hidden_size,
-        max_length=model_config.max_position_embeddings,
-        linear_heads=None if linear is None else linear.num_key_heads,
-        linear_size=None if linear is None else min(linear.key_head_dim, linear.value_head_dim),
-    )
+def _read_shape(model: ModelFiles, engine: str) -> EngineShape:
+    """Return the model's sizes for the limits of an engine, as those of a run are read: model keys, and config.json."""
+    metadata = read_model_metadata(MegatronConfig(load=str(model.hf_folder)))
+    stored = EngineShape(source="") if metadata is None else metadata.shape
+    if engine == "vllm":  # the others compute what only transformers has
+        keys = MegatronConfig(num_layers=model.model_config.num_layers)
+        stored = complete_shape(stored, fill_model_keys(keys, model.model_config, model.hf_folder, frozenset()))
+    return replace(stored, source=str(model.source.path), max_length=model.model_config.max_position_embeddings)
 
 
 def _find_trained_template(adapter: Path | None, folder: Path) -> str | None:
@@ -273,10 +269,11 @@ def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
         tokenizer = load_tokenizer(
             tokenizer_path, trust_remote_code=options.trust_remote_code, use_fast=not options.tokenizer_not_use_fast
         )
+    warnings = check_tokenizer(tokenizer, {str(model.source.path): model.model_config.vocab_size}, tokenizer_path)
     prompt_format = _build_prompt_format(options, model, tokenizer, chats=chats)
     max_len = options.max_length or model.model_config.max_position_embeddings
     _check_attention(options.engine, device.name, model.model_config, max_len)
-    shape = _build_shape(model)
+    shape = _read_shape(model, options.engine)
     settings = EngineSettings(
         model=model_settings,
         tokenizer=tokenizer_path,
@@ -295,6 +292,8 @@ def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
     )
     size, dtype = options.tensor_parallel_size, settings.build_generate_config(model.source.dtype).dtype
     request = EngineRequest(size, max_len, "--tensor-parallel-size", "--max-length", dtype=dtype, dtype_key="--dtype")
-    if options.engine == "vllm" and (obstacles := list(engine_obstacles(shape, request, device.name))):
-        raise ValueError("; ".join(obstacle.message for obstacle in obstacles))
-    return Session(model, tokenizer, prompt_format, settings, device.name)
+    if options.engine == "vllm":
+        check_engine(shape, request, device.name)
+    elif options.engine == "transformers" and isinstance(model.source.architecture, ModuleArchitecture):
+        model.source.architecture.check_rollout(dtype, "--dtype")
+    return Session(model, tokenizer, prompt_format, settings, device.name, tuple(warnings))

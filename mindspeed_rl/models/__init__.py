@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import re
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
@@ -53,6 +55,30 @@ ARCHITECTURES: dict[str, str] = {
     "gpt_oss": "mindspeed_rl.models.gpt_oss:GPT_OSS",
 }
 
+#: model type -> what its layers have that no module here computes, of published models that are asked for; transformers may
+UNBUILT = {
+    "deepseek_v4": "compressed attention, hyper-connections and experts that a hash of the token chooses",
+    "deepseek_v41": (
+        "compressed keys that layers share (CSA2), tables of n-grams (Engram), hyper-connections in one pass, and a tower for "
+        "images of its own"
+    ),
+    "qwen4_exp": "attention to indexed keys, hyper-connections, tables of n-grams, and a tower for images of its own",
+    "qwen4_exp_text": "attention to indexed keys, hyper-connections and tables of n-grams",
+}
+
+
+def describe_unbuilt(model_type: object) -> str:
+    """Return a clause about what the layers of a model type have that no module here computes; "" where that is not known."""
+    known = UNBUILT.get(model_type) if isinstance(model_type, str) else None
+    return "" if known is None else f"its layers have {known}, which no module here computes"
+
+
+def _is_in_transformers(model_type: str) -> bool:
+    """Return True where the installed transformers has a folder for a model type; it is not imported."""
+    spec = find_spec("transformers")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return any(Path(folder, "models", model_type.removesuffix("_text")).is_dir() for folder in folders)
+
 
 def find_architecture(name: str) -> Architecture:
     """Return the Architecture registered under a name, or one of your own given as ``module:attribute``.
@@ -90,6 +116,10 @@ def architecture_for(hf_config: HfConfig) -> Architecture:
             f"config.json is of {classes or [model_type]}, a text model with a vision tower; its text model is supported: save "
             "it with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(text_folder)"
         )
+    if reason := describe_unbuilt(model_type):
+        other = "; engine: fsdp trains models of text by their classes in transformers, which has this one"
+        other = other if _is_in_transformers(str(model_type)) else ", and the installed transformers has no class for it either"
+        raise ValueError(f"config.json is of {classes or [model_type]}, which is not supported: {reason}{other}")
     names = [name for candidate in known for name in candidate.hf_classes]
     supported = ", ".join(name for name in names if name.endswith(("CausalLM", "Generation")))
     raise ValueError(

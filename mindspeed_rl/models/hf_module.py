@@ -9,20 +9,32 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from mindspeed_rl.config.model_metadata import find_code_elsewhere
 from mindspeed_rl.files import read_json
+from mindspeed_rl.models import describe_unbuilt
+from mindspeed_rl.models.model_config import HfConfig
+
+_T = TypeVar("_T")
 
 #: mark of transformers' initializer on a parameter that it leaves as it is
 _MARK = "_is_hf_initialized"
@@ -43,30 +55,68 @@ def read_hf_config(hf_folder: Path, key: str, *, trusts_code: bool = False) -> P
     Raises:
         ValueError: there is no class for the model, or only in code that may not be run, such as another repository's.
     """
+    path, installed = hf_folder / "config.json", f"transformers {transformers.__version__}"
+    content = read_json(path)
+    model_type, mapped = content.get("model_type"), content.get("auto_map")
+    if model_type in CONFIG_MAPPING:
+        _check_class(content, f"{path}: {installed}")
+        return take_values(lambda: AutoConfig.from_pretrained(hf_folder, trust_remote_code=False), path)
+    lacks = f"{path}: {installed} has no model of type {model_type}"
+    if not isinstance(mapped, dict) or not mapped:
+        missing = describe_unbuilt(model_type)
+        others = f"; {missing}, so no other engine trains it. Install" if missing else "; set another engine, or install"
+        raise ValueError(f"{lacks}, which {key} computes with{others} a release that has it.")
+    if not trusts_code:
+        raise ValueError(
+            f"{lacks}; its code comes with the folder, and {key} runs that only with trust_remote_code: true, for a model "
+            "whose authors you trust."
+        )
+    if missing := [name for name in ("AutoConfig", "AutoModelForCausalLM") if name not in mapped]:
+        raise ValueError(f"{lacks}, and auto_map names no class for {missing[0]}.")
+    if (found := find_code_elsewhere(mapped)) is not None:
+        name, place = found
+        raise ValueError(
+            f"{lacks}, and auto_map.{name} names code of another repository ({place}), which is not run; copy that file "
+            f"into the folder and write {place.rpartition('--')[2]}."
+        )
+    return _read_foreign_config(hf_folder, lacks)
+
+
+def _check_class(content: HfConfig, installed: str) -> None:
+    """Check that the class of a model type is the one that config.json names: a newer model may have the type of another one.
+
+    Raises:
+        ValueError: config.json names classes, and all of them are of another model.
+    """
+    built = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(content["model_type"]))
+    names = content.get("architectures")
+    if built is None or not isinstance(names, list) or not names:
+        return
+    if _get_stem(built) not in {_get_stem(str(name)) for name in names}:
+        raise ValueError(
+            f"{installed} computes model_type {content['model_type']} as {built}, and architectures names "
+            f"{', '.join(map(str, names))}, another model; take the config.json that came with the weights."
+        )
+
+
+def _get_stem(name: str) -> str:
+    """Return the part of the name of a class that is the model's, as LLAMA of LlamaForCausalLM."""
+    return re.sub(r"(For[A-Z]\w*|LMHeadModel|LMModel|Model)$", "", name).replace("_", "").upper()
+
+
+def take_values(build: Callable[[], _T], path: Path) -> _T:
+    """Return what transformers makes of a config.json; its checks and classes raise errors of many kinds.
+
+    Raises:
+        ValueError: it does not take the values.
+    """
     try:
-        return AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
-    except ValueError as error:
-        content, installed = read_json(hf_folder / "config.json"), f"transformers {transformers.__version__}"
-        mapped = content.get("auto_map")
-        lacks = f"{hf_folder / 'config.json'}: {installed} has no model of type {content.get('model_type')}"
-        if not isinstance(mapped, dict) or not mapped:
-            raise ValueError(
-                f"{lacks}, which {key} computes with; set another engine, or install a release that has it."
-            ) from error
-        if not trusts_code:
-            raise ValueError(
-                f"{lacks}; its code comes with the folder, and {key} runs that only with trust_remote_code: true, for a model "
-                "whose authors you trust."
-            ) from error
-        if missing := [name for name in ("AutoConfig", "AutoModelForCausalLM") if name not in mapped]:
-            raise ValueError(f"{lacks}, and auto_map names no class for {missing[0]}.") from error
-        if (found := find_code_elsewhere(mapped)) is not None:
-            name, path = found
-            raise ValueError(
-                f"{lacks}, and auto_map.{name} names code of another repository ({path}), which is not run; copy that file "
-                f"into the folder and write {path.rpartition('--')[2]}."
-            ) from error
-        return _read_foreign_config(hf_folder, lacks)
+        return build()
+    except Exception as error:
+        reason = " ".join(str(error).split()) or "no reason"
+        raise ValueError(
+            f"{path}: transformers {transformers.__version__} does not take these values: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _read_foreign_config(hf_folder: Path, lacks: str) -> PretrainedConfig:

@@ -100,6 +100,18 @@ class ModuleArchitecture(Architecture):
                 f"which frequencies of type longrope do not depend on the length of a row; set it to {self.longest} or less"
             )
 
+    def check_rollout(self, dtype: str, key: str) -> None:
+        """Check the format in which the class generates: it mixes the weights that it keeps in float32 with the others.
+
+        Raises:
+            ValueError: it is another one than float32, and the class keeps some.
+        """
+        if dtype != "float32" and self.kept_in_float32:
+            raise ValueError(
+                f"{key} {dtype} computes with weights in that format, and transformers' class of {self.name} keeps some in "
+                f"float32, such as {self.kept_in_float32}; set float32"
+            )
+
     def hf_copies(self, model_config: ModelConfig) -> dict[str, str]:
         """Return the name of a tied head, which a checkpoint may have."""
         return {} if self.head is not None else {"lm_head.weight": self.embedding}
@@ -138,29 +150,30 @@ def read_module_family(
     # imports transformers' models, which a plan of a known family does without
     from mindspeed_rl.models.hf_module import read_hf_config
 
-    config = read_hf_config(hf_folder, _ENGINE, trusts_code=trusts_code)  # its errors have the path
+    path, config = hf_folder / "config.json", read_hf_config(hf_folder, _ENGINE, trusts_code=trusts_code)
+    model = _build_trained(config, path)
     classes = tuple(cast(list[str], hf_config.get("architectures") or []))
     try:
-        return _read_family(config, _build_trained(config), _list_stored(hf_folder), classes)
-    except ValueError as error:
-        raise ValueError(f"{hf_folder / 'config.json'}: {error}") from error
+        return _read_family(config, model, _list_stored(hf_folder), classes)
+    except (ValueError, RuntimeError) as error:  # of transformers' conversions, for sizes of 0
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _build_trained(config: PretrainedConfig) -> PreTrainedModel:
+def _build_trained(config: PretrainedConfig, path: Path) -> PreTrainedModel:
     """Return the module of a config without memory.
 
     Raises:
-        ValueError: it has a form that the engine does not train.
+        ValueError: it has a form that the engine does not train; the message has the path of its config.json.
     """
     import torch
 
     # imports transformers' models, which a plan of a known family does without; so do those below
-    from mindspeed_rl.models.hf_module import build_module, find_obstacle
+    from mindspeed_rl.models.hf_module import build_module, find_obstacle, take_values
 
     with torch.device("meta"):
-        model = build_module(config)
+        model = take_values(lambda: build_module(config), path)
     if obstacle := find_obstacle(model):
-        raise ValueError(f"engine: fsdp does not train {config.model_type}: {obstacle}.")
+        raise ValueError(f"{path}: engine: fsdp does not train {config.model_type}: {obstacle}.")
     return model
 
 

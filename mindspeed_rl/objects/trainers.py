@@ -20,10 +20,10 @@ from mindspeed_rl.checkpoint.model_folder import copy_model
 from mindspeed_rl.cli.doctor.checks import computes_bfloat16
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.run_files import apply_values
-from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.data.prompts import PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.files import write_file
+from mindspeed_rl.hub import fetch, parse_hub_name
 from mindspeed_rl.importers import trl
 from mindspeed_rl.importers.importer import translate
 from mindspeed_rl.importers.options import SourceCommand

@@ -26,6 +26,7 @@ from mindspeed_rl.planner.seconds import TimePlan
 from mindspeed_rl.planner.splits import ACCEPTED, SIZES, SoundRun, list_splits, plan_sound_memory, rank_plans
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.engine_limits import engine_limits
 from mindspeed_rl.run.rules.validation import unavailable, validate
 
 _MAX_TRAINING_LAYOUTS = 10
@@ -73,6 +74,8 @@ _ENGINE_SAVERS: dict[EngineName, _EngineSavers] = {
     "megatron": _EngineSavers(_SAVERS, _ROUNDING_SAVERS, streams=True),
     "fsdp": _EngineSavers((*_SHARD_SAVERS, _HOST_GRADIENTS, *(saver | _HOST_GRADIENTS for saver in _SHARD_SAVERS))),
 }
+#: platform of the run files that a search writes
+_PLATFORM = "npu"
 _STREAMED: dict[str, object] = {"actor_config.stream_ref_weights": True}
 #: parts of the training state that may stay on the device while the engine generates, the most first
 _RESIDENT = (("optimizer", "grad", "param"), ("grad", "param"), ("param",))
@@ -236,7 +239,7 @@ def build_grpo_tree(request: FitRequest) -> dict[str, Any]:
     actor = named if request.folder is None else {"load": request.folder}
     return {
         **({"model": {request.model: request.block}} if request.folder is None else {}),
-        "platform": "npu",
+        "platform": _PLATFORM,
         "megatron_training": {
             "stage": "ray_grpo",
             **named,
@@ -270,7 +273,7 @@ def build_grpo_tree(request: FitRequest) -> dict[str, Any]:
             "max_model_len": request.max_len,
             "max_num_batched_tokens": max(8192, min(request.max_len, _MAX_STEP)),
             "dtype": "bfloat16",
-            "enable_prefix_caching": True,
+            "enable_prefix_caching": engine_limits(_PLATFORM).linear_prefixes or "linear_attention_freq" not in request.block,
             "enforce_eager": True,
             "offload_train_optimizer": True,
             "offload_train_grad": True,

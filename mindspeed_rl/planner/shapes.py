@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.model_metadata import HF_FILES, find_adapter_base
+from mindspeed_rl.config.model_metadata import list_config_folders
+from mindspeed_rl.hub import parse_hub_name
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import check_model_keys, infer_model_config
@@ -58,12 +60,12 @@ def plan_role(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
     """
     hf_config = {}
     names = (config.load, config.pretrained_checkpoint, config.tokenizer_name_or_path)
-    folder = find_model_folder(*(find_adapter_base(name, config.base_model) or name for name in names))
+    folder = find_model_folder(*names, base_model=config.base_model)
     if folder is not None:
         architecture, model_config, hf_config = read_model(folder, config.engine, trusts_code=config.trust_remote_code)
         check_model_keys(config, model_config, folder / "config.json")
     else:
-        architecture, model_config = infer_model_config(config)
+        architecture, model_config = _infer_model_config(config, names)
     model_config = replace(model_config, head="reward" if is_scored else model_config.head)
     plan = lay_out_model(config, architecture, model_config, hf_config)
     if message := _find_indivisible(plan.architecture, plan.model_config, plan.layout.tp, plan.layout.expert_tp_size):
@@ -82,10 +84,28 @@ def _find_indivisible(architecture: Architecture, model_config: ModelConfig, tp:
     return None
 
 
-def find_model_folder(*names: str | None) -> Path | None:
-    """Return the first of these folders that has a config.json on this machine."""
+def _infer_model_config(config: MegatronConfig, names: Iterable[str | None]) -> tuple[Architecture, ModelConfig]:
+    """Return what the model keys say of a model whose folder is not on this machine.
+
+    Raises:
+        ValueError: they do not say enough; the message says how to get its config.json where it is named as on a hub.
+    """
+    try:
+        return infer_model_config(config)
+    except ValueError as error:
+        if (name := next(filter(None, map(parse_hub_name, names)), None)) is None:
+            raise
+        command = f"mindspeed-rl download {name} --without-weights"
+        raise ValueError(f"{str(error).rstrip('.')}; {command} fetches its config.json.") from None
+
+
+def find_model_folder(*names: str | None, base_model: str | None = None) -> Path | None:
+    """Return the first folder that has a config.json on this machine, of the models that these keys name.
+
+    They name folders, or models on a hub, which are in its cache. An adapter has the config.json of its base.
+    """
     for name in names:
-        for folder in (Path(name).expanduser(), Path(name).expanduser() / HF_FILES) if name else ():
+        for folder in list_config_folders(name, base_model) if name else ():
             if (folder / "config.json").is_file():
                 return folder
     return None

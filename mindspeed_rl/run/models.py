@@ -20,17 +20,19 @@ from mindspeed_rl.checkpoint.model_source import (
 )
 from mindspeed_rl.checkpoint.other_engine import check_source
 from mindspeed_rl.config import ConfigError, GenerateConfig, MegatronConfig, RunConfig
-from mindspeed_rl.config.model_metadata import find_adapter_base
+from mindspeed_rl.config.model_metadata import list_config_folders
 from mindspeed_rl.config.run import Derivation
-from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import read_json
+from mindspeed_rl.hub import parse_hub_name
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
+from mindspeed_rl.models.module_family import ModuleArchitecture
 from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_model, read_model
 from mindspeed_rl.models.quantized_names import explain_divided_blocks
 from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.hub_models import fetch_configs, fetch_models
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
@@ -40,8 +42,6 @@ from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
-#: keys of a role that may be a name on a hub
-_HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 #: tokens whose probabilities these kernels add up at once
@@ -65,6 +65,8 @@ def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Ru
     Raises:
         ValueError: the run file is wrong; all violations are named.
     """
+    cfg = fetch_configs(cfg, downloads=downloads)
+    _check_hub_models(cfg)
     cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
     run = resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
     if run.platform == "cpu" and cfg.exact_slices:
@@ -77,7 +79,7 @@ def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Ru
 def with_model_configs(cfg: RunConfig) -> RunConfig:
     """Return the run file with the model keys that it omits filled from the config.json of each role's model.
 
-    A role whose weights are missing stays as it is: loading them fails later.
+    A role whose weights are missing stays as it is: loading them fails later, where its model is one that can be built.
 
     Raises:
         ConfigError: a written key contradicts the config.json of its role's model, or a model is not supported.
@@ -94,6 +96,8 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             source = find_model(role, name)
         except ValueError:
             changes[name] = role
+            # before anybody fetches weights that nothing here reads
+            violations += [f"{name}: {reason}" for reason in _list_unsupported(role)]
             continue
         try:
             # only the actor has prediction layers
@@ -123,6 +127,29 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
     )
 
 
+def _check_hub_models(cfg: RunConfig) -> None:
+    """Check that the models that roles name as on a hub can be built, by their config.json, before weights are fetched.
+
+    Raises:
+        ConfigError: some cannot.
+    """
+    roles = {name: role for name in _ROLES if (role := getattr(cfg, name)) is not None}
+    on_hubs = {name: role for name, role in roles.items() if any(map(parse_hub_name, (role.load, role.pretrained_checkpoint)))}
+    if violations := [f"{name}: {reason}" for name, role in on_hubs.items() for reason in _list_unsupported(role)]:
+        raise ConfigError(violations)
+
+
+def _list_unsupported(role: MegatronConfig) -> Iterator[str]:
+    """Yield why no layout of a role builds its model, of which only config.json needs to be here."""
+    for name in filter(None, (role.load, role.pretrained_checkpoint)):
+        folder, _ = list_config_folders(name, role.base_model)
+        if (folder / "config.json").is_file():
+            try:
+                read_model(folder, role.engine, trusts_code=role.trust_remote_code)
+            except ValueError as error:
+                yield str(error)
+
+
 def _check_exact(name: str, model_config: ModelConfig, role: MegatronConfig) -> None:
     """Raise ValueError where the kernels of `exact_log_probs` do not compute a model in the layout of its role."""
     scaling, ranks = model_config.rope_scaling, role.tensor_model_parallel_size
@@ -147,6 +174,8 @@ def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) ->
     """Raise ValueError for a policy that the rollout engine does not compute on this device kind, or not in this format."""
     plan = model.plan
     if generate.engine == "transformers":
+        if isinstance(plan.architecture, ModuleArchitecture):
+            plan.architecture.check_rollout(generate.dtype, "generate_config.dtype:")
         _check_module(plan, model.source.hf_folder, trusts_code=generate.trust_remote_code)
         return
     slow = "generate_config.engine: transformers generates with it, slowly"
@@ -228,41 +257,6 @@ def _find_obstacle(folder: Path) -> str | None:
             return None
     except OSError as error:
         return f"no file can be made in {folder} ({error.strerror or error})"
-
-
-def fetch_models(cfg: RunConfig, *, downloads: bool = True) -> RunConfig:
-    """Return the run with the folders, in the caches of the hubs, of models and tokenizers that it names as on a hub.
-
-    Args:
-        downloads: what is not in the cache is fetched.
-
-    Raises:
-        NotFetchedError: something is not in the cache, and `downloads` is False.
-        ValueError: a hub has no such model, or cannot be reached.
-    """
-    folders: dict[str, str] = {}
-    changed: dict[str, Any] = {}
-    for role in ("megatron_training", *_ROLES, "teacher_config"):
-        config = getattr(cfg, role)
-        values: dict[str, str] = {}
-        for key in () if config is None else _HUB_KEYS:
-            text = getattr(config, key)
-            if key == "base_model" and text is None:
-                # the base that an adapter names, which may have been fetched itself
-                named = (values.get(other, getattr(config, other)) for other in ("load", "pretrained_checkpoint", "ref_model"))
-                text = next(filter(None, map(find_adapter_base, named)), None)
-            # a folder of checkpoints that are still to be written
-            if key == "load" and (text == config.save or config.pretrained_checkpoint):
-                continue
-            if text and (name := parse_hub_name(text)) is not None:
-                kind = "tokenizer" if key == "tokenizer_name_or_path" else "model"
-                group = "megatron_training" if cfg.is_supervised else role
-                if text not in folders:
-                    folders[text] = str(fetch(name, f"{group}.{key}", kind, downloads=downloads))
-                values[key] = folders[text]
-        if values:
-            changed[role] = dataclasses.replace(config, **values)
-    return dataclasses.replace(cfg, **changed) if changed else cfg
 
 
 def list_source_checks(run: Run) -> Iterator[Callable[[], object]]:

@@ -19,6 +19,7 @@ from mindspeed_rl.platform.environment import EXACT_VARIABLE, HEAD_ADAPTERS_VARI
 from mindspeed_rl.service.hangs import HANG_FILE
 
 if TYPE_CHECKING:
+    from mindspeed_rl.run import Run
     from mindspeed_rl.service.backend import BrokenBackendError
     from mindspeed_rl.service.call_watch import CallWatch, WatchedTenants
     from mindspeed_rl.service.rank_group import TenantGroup
@@ -46,6 +47,7 @@ def open_tenants(
     # by name: these import torch, which reads the environment
     run = registry.load("mindspeed_rl.run.models:resolve_run", "serve")(cfg, num_nodes)
     run = registry.load("mindspeed_rl.run.models:plan_models", "serve")(run)
+    _check_tokenizer(run)
     if run.placement.num_devices > 1:
         _check_memory(run)
         group: type[TenantGroup] = registry.load("mindspeed_rl.service.rank_group:TenantGroup", "serve")
@@ -75,6 +77,21 @@ def open_tenants(
     watch: CallWatch = registry.load("mindspeed_rl.service.call_watch:CallWatch", "serve")(run.deadlines, hung, note)
     watched: type[WatchedTenants] = registry.load("mindspeed_rl.service.call_watch:WatchedTenants", "serve")
     return watched(watch.run("the load of the base", 1, load, deadline="start"), watch)
+
+
+def _check_tokenizer(run: Run) -> None:
+    """Check the tokenizer of the base, which clients read their texts with, as `train` does; print what is worth reading.
+
+    Raises:
+        ValueError: it is not the model's.
+    """
+    base = run.models["actor"]
+    # by name, as above
+    load: Any = registry.load("mindspeed_rl.checkpoint.model_source:load_tokenizer_of", "serve")
+    check: Any = registry.load("mindspeed_rl.data.tokenizer:check_tokenizer", "serve")
+    folder = base.config.tokenizer_name_or_path or base.source.hf_folder
+    for warning in check(load(base.config, base.source), run.vocab_sizes, folder):
+        print(f"warning: {warning}", flush=True)
 
 
 def _check_memory(run: Any) -> None:

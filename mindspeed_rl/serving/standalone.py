@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ import uvicorn
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.vllm_async import openai_app
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
-from mindspeed_rl.config.model_metadata import VISION_VARIABLE, read_model_metadata
+from mindspeed_rl.config.model_metadata import VISION_VARIABLE, EngineShape, read_model_metadata
 from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
+from mindspeed_rl.data.tokenizer import check_tokenizer, has_tokenizer, load_tokenizer
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.run.placement import RolloutLayout
+from mindspeed_rl.run.rules.engine_limits import EngineRequest, check_engine
 from mindspeed_rl.run.rules.rollout_rules import explain_block_experts
 from mindspeed_rl.runtime.process import prepare_process
 from mindspeed_rl.serving.call_bodies import read_arguments
@@ -92,6 +95,8 @@ def serve(
     if generate.quantization is not None and device.name == "npu" and has_experts:
         for _, reason in explain_block_experts(generate, "disabled"):
             raise RuntimeError(f"--quantization {generate.quantization} is not available {reason}")
+    if metadata is not None:
+        _check_model(folder, generate, metadata.shape, device.name)
     prepare_process(("rollout",), None)
     settings = ServerSettings(
         hf_folder=str(folder),
@@ -120,6 +125,25 @@ def serve(
             engine.close()
 
     asyncio.run(serve_until_interrupted())
+
+
+def _check_model(folder: Path, generate: GenerateConfig, shape: EngineShape, device: str) -> None:
+    """Check the model of a folder as a run's rules check it, and its tokenizer, where the folder has one.
+
+    Raises:
+        ValueError: the engine cannot run the model, or the tokenizer is another model's.
+    """
+    prefixes = "generate_config.enable_prefix_caching" if generate.enable_prefix_caching else ""
+    tensor, length, dtype = generate.infer_tensor_parallel_size, generate.max_model_len or 0, generate.dtype
+    request = EngineRequest(
+        tensor, length, "--tensor-parallel-size", "--max-model-len", dtype=dtype, dtype_key="--dtype", prefixes_key=prefixes
+    )
+    check_engine(replace(shape, source=str(folder)), request, device)
+    if shape.vocab_size is None or not has_tokenizer(folder):
+        return
+    tokenizer = load_tokenizer(folder, trust_remote_code=generate.trust_remote_code)
+    for warning in check_tokenizer(tokenizer, {str(folder): shape.vocab_size}, folder):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _build_settings(app: _App) -> uvicorn.Config:

@@ -25,13 +25,7 @@ from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.images import describe_images, list_grids, prepare_images, read_references
 from mindspeed_rl.data.indexed import check_columns, check_text_only, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
-from mindspeed_rl.data.tokenizer import (
-    check_tokenizer_files,
-    check_tokens,
-    check_vocabulary,
-    hash_vocabulary,
-    load_tokenizer,
-)
+from mindspeed_rl.data.tokenizer import check_tokenizer, check_tokenizer_files, hash_vocabulary, load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.files import read_json
@@ -188,9 +182,8 @@ def check_rl(run: Run) -> RLInputs:
     _check_cache_room(run)
     tokenizer_path = str(Path(actor.tokenizer_name_or_path or run.models["actor"].source.hf_folder).expanduser())
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
-    check_tokens(tokenizer, tokenizer_path)
+    warnings = check_tokenizer(tokenizer, run.vocab_sizes, tokenizer_path)
     _check_tokenizers(run, tokenizer, tokenizer_path)
-    warnings = check_vocabulary(tokenizer, run.vocab_sizes, tokenizer_path)
     for key, value in list_prompt_paths(run).items():
         path = split_slice(value)[0] if isinstance(value, str) else ""
         if path and list_packed_columns(path):

@@ -18,7 +18,7 @@ from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.images import describe_images, read_first_grids
 from mindspeed_rl.data.prompts import PromptDataset
-from mindspeed_rl.data.tokenizer import check_tokenizer_files, check_tokens, check_vocabulary
+from mindspeed_rl.data.tokenizer import check_tokenizer, check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.rewards.pool import RewardPool
@@ -102,8 +102,7 @@ def check_supervised(run: Run) -> SupervisedInputs:
         print(text, flush=True)
     tokenizer = load_tokenizer_of(config, source)  # raises where there is none
     tokenizer_path = config.tokenizer_name_or_path or source.hf_folder
-    check_tokens(tokenizer, tokenizer_path)
-    warnings = check_vocabulary(tokenizer, run.vocab_sizes, tokenizer_path)
+    warnings = check_tokenizer(tokenizer, run.vocab_sizes, tokenizer_path)
     eval_sets = load_answer_sets(run, tokenizer)
     run, cards = prepare_data(run, tokenizer)
     num_rows = None if config.train_epochs is None else count_rows(run)

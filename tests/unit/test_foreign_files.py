@@ -213,7 +213,7 @@ def open_picture(path: Path) -> None:
 
 
 def write_gguf(folder: Path) -> Path:
-    gguf = pytest.importorskip("gguf", reason="the package gguf is an extra: envs/cpu/extras.sh installs it")
+    gguf = pytest.importorskip("gguf", reason="the package gguf: bash envs/cpu/install.sh")
     writer = gguf.GGUFWriter(str(folder / "model.gguf"), "qwen2")
     sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32}
     for name, value in {**sizes, "attention.head_count": 2, "attention.head_count_kv": 2}.items():

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
+from mindspeed_rl import registry
 from mindspeed_rl.cli.doctor.checks import computes_bfloat16
 from mindspeed_rl.cli.new import made_rows
 from mindspeed_rl.cli.new.given_rows import Given, Source, read_dataset, read_own, read_reasoning_gym, read_verifiers
 from mindspeed_rl.cli.new.made_rows import Row
 from mindspeed_rl.cli.new.tiny_model import MAX_LENGTH, TinyKind, save_tiny_model
 from mindspeed_rl.cli.options import Parser, print_status, read_json_object
-from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import read_json, write_file
+from mindspeed_rl.hub import fetch, parse_hub_name
 from mindspeed_rl.models import has_layers
 
 _NUM_HELD_OUT = 24
@@ -218,7 +219,7 @@ def _write(folder: Path, source: Source, model: str | None, teacher: str | None,
         "kind": source.kind,
         "title": f"{folder.name}: {kind.title}",
         "reward": reward,
-        "teacher": "teacher" if teacher is None else str(_find_model(teacher, "--teacher")),
+        "teacher": "teacher" if teacher is None else _name_model(teacher, "--teacher"),
         "stage": kind.stage,
         "label": "answer",
         "columns": _format_columns(kind, given),
@@ -324,7 +325,7 @@ def _choose_sizes(kind: _Kind, model: str | None, rows: list[Row]) -> dict[str, 
         lr = "1.0e-3"
         chosen = {"model": "model", "engine": "", "bf16": "false", "dtype": "float32", "lr": lr, "lr_note": note}
         return chosen | _as_text(sizes)
-    name, path = parse_hub_name(model), _find_model(model, "--model")
+    path = _find_model(model, "--model")
     try:
         config = read_json(path / "config.json")
         # the sizes of a model of images are in a part
@@ -339,11 +340,13 @@ def _choose_sizes(kind: _Kind, model: str | None, rows: list[Row]) -> dict[str, 
     sizes = {"prompt": prompt, "answer": min(128, length - prompt), "length": length, "micro": 8, "cache": 2.0}
     sizes["iterations"] = 2 * kind.iterations
     by_module = "model_type" in config and not has_layers(config)
+    if by_module and "auto_map" not in config:  # code of the folder runs only where a run file trusts it
+        _check_module(path)
     # classes of transformers may keep weights in float32
     halves = "true" if computes_bfloat16() and not by_module else "false"
     note = "half of it where the reward or the loss is unstable"
     return {
-        "model": str(path) if name is None else model,
+        "model": _name_model(model, "--model"),
         "engine": "\n  engine: fsdp                 # Megatron has no layers of this family here" if by_module else "",
         "bf16": halves,
         "dtype": "bfloat16" if halves == "true" else "float32",
@@ -382,6 +385,30 @@ def _find_model(model: str, option: str) -> Path:
     if not (path / "config.json").is_file():
         raise ValueError(f"{option} {model} holds no config.json: give a Hugging Face folder")
     return path
+
+
+def _check_module(path: Path) -> None:
+    """Check that transformers computes the model of a folder, which no other engine has.
+
+    Raises:
+        ValueError: it does not.
+    """
+    # by name: it imports transformers' models, which a model of the support table does without
+    read_any_model = registry.load("mindspeed_rl.models.plan:read_any_model", "new")
+    try:
+        read_any_model(path)
+    except ValueError as error:
+        raise ValueError(f"--model {error}") from None
+
+
+def _name_model(model: str, option: str) -> str:
+    """Return how a run file names a model: as on its hub, or the folder from the root on.
+
+    Raises:
+        ValueError: see `_find_model`.
+    """
+    path = _find_model(model, option)
+    return str(path) if parse_hub_name(model) is None else model
 
 
 def _as_text(sizes: dict[str, float]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.model_metadata import EngineShape
 from mindspeed_rl.config.run import RunConfig
 
@@ -171,6 +172,16 @@ def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) 
         )
 
 
+def check_engine(shape: EngineShape, request: EngineRequest, platform: str) -> None:
+    """Check that the engine can run a model of this shape as requested, for a command without a run file.
+
+    Raises:
+        ValueError: it cannot; every obstacle is named.
+    """
+    if obstacles := [obstacle.message for obstacle in engine_obstacles(shape, request, platform)]:
+        raise ValueError("; ".join(obstacles))
+
+
 def _lacks_kernel(size: int | None, supported: tuple[int, ...]) -> bool:
     return size is not None and bool(supported) and size not in supported
 
@@ -181,13 +192,18 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 def read_engine_shape(cfg: RunConfig) -> EngineShape:
     """Return the shape of the model that a run generates with: from the run file's keys, else from config.json."""
-    actor, metadata = cfg.actor_config, cfg.model_metadata.get("actor_config")
-    stored = EngineShape(source="the run file") if metadata is None else metadata.shape
+    metadata = cfg.model_metadata.get("actor_config")
+    return complete_shape(EngineShape(source="the run file") if metadata is None else metadata.shape, cfg.actor_config)
+
+
+def complete_shape(stored: EngineShape, actor: MegatronConfig) -> EngineShape:
+    """Return the shape of a model whose model keys are known; what they leave open is from config.json."""
     if actor.num_attention_heads is None:
         return stored
     latent = None
     if actor.multi_latent_attention and actor.kv_lora_rank and actor.qk_pos_emb_head_dim:
         latent = actor.kv_lora_rank + actor.qk_pos_emb_head_dim
+    has_states = actor.linear_attention_freq is not None
     width = actor.kv_channels
     if width is None and actor.hidden_size is not None:
         width = actor.hidden_size // actor.num_attention_heads
@@ -201,7 +217,8 @@ def read_engine_shape(cfg: RunConfig) -> EngineShape:
         ffn_hidden_size=actor.ffn_hidden_size if actor.ffn_hidden_size is not None else stored.ffn_hidden_size,
         max_length=stored.max_length,
         is_sparse=stored.is_sparse,
-        linear_heads=stored.linear_heads,
-        linear_size=stored.linear_size,
+        linear_heads=actor.linear_num_key_heads if has_states else stored.linear_heads,
+        linear_size=min(actor.linear_key_head_dim, actor.linear_value_head_dim) if has_states else stored.linear_size,
         linear_state=stored.linear_state,
+        vocab_size=stored.vocab_size,
     )

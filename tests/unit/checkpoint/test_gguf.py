@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import transformers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-gguf = pytest.importorskip("gguf", reason="the package gguf is an extra: envs/cpu/extras.sh installs it")
+gguf = pytest.importorskip("gguf", reason="the package gguf: bash envs/cpu/install.sh")
 
 from mindspeed_rl.checkpoint.gguf import find_gguf, open_gguf  # noqa: E402  (it needs the package)
 from mindspeed_rl.cli.main import main  # noqa: E402
@@ -255,6 +256,13 @@ def test_matrices_of_other_types_are_restored_to_16_bits(kind: str, dtype: torch
         torch.testing.assert_close(tensor, model.state_dict()[name], atol=error, rtol=0, msg=name)
 
 
+def find_place(content: bytes, name: str) -> tuple[int, int]:
+    """Where the record of a matrix begins behind its name (dimensions, sizes, type, offset), and its offset."""
+    text = struct.pack("<Q", len(name)) + name.encode()
+    start = content.index(text) + len(text)
+    return start, struct.unpack("<Q", content[start + 24 : start + 32])[0]
+
+
 def test_what_is_no_such_model_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +285,19 @@ def test_what_is_no_such_model_is_one_line(
     assert "--workers: it does not apply to a GGUF file" in fails(*hf, "--workers", "2")
     file.write_bytes(file.read_bytes()[:2000])
     assert "is not a GGUF file, or damaged" in fails(*hf)
+    write(file, "llama")
+    content = file.read_bytes()
+    for place, value, problem in (
+        (20, struct.pack("<I", 1), "blk.0.attn_k.weight' is at byte"),  # 16-bit numbers, of which there are half the bytes
+        (20, struct.pack("<I", 99), "blk.0.attn_q.weight' has the unknown type 99"),
+        (4, struct.pack("<QQ", 64, 128), "blk.0.attn_k.weight' is at byte"),  # two times the rows
+        (24, struct.pack("<Q", find_place(content, "blk.1.attn_q.weight")[1]), "blk.0.attn_q.weight' is at byte"),
+    ):
+        start = find_place(content, "blk.0.attn_q.weight")[0] + place
+        file.write_bytes(content[:start] + value + content[start + len(value) :])
+        assert problem in fails(*hf)
+    file.write_bytes(content[:16] + struct.pack("<Q", 2**60) + content[24:])
+    assert f"it states {2**60} keys" in fails(*hf)
     write(file, "llama", **{"rope.scaling.type": "yarn"})
     assert "rotary embedding scaled by 'yarn' is not supported" in fails(*hf)
     write(file, "llama", block_count=3)

@@ -163,6 +163,7 @@ REFUSED = {
     "mixtral": PLAIN | NO_SYSTEM,
     "qwen25": NO_THOUGHTS | {"empty": r"writes this one as '<\|im_start\|>assistant<\|im_end\|>"},
     "qwen3": {},
+    "qwen38": {},
     "qwen3_coder": NO_THOUGHTS,
     "qwen3_thinking": dict.fromkeys({*CASES} - {"one", "system", "parallel"}, ASKS_FOR_A_THOUGHT) | {"parallel": NO_TOOLS},
     "glm45": {},

@@ -15,7 +15,7 @@ import pytest
 from hub_server import Hub, serving
 
 from mindspeed_rl.cli.main import main
-from mindspeed_rl.data.hub import HubName, NotFetchedError, fetch, parse_hub_name
+from mindspeed_rl.hub import HubName, NotFetchedError, fetch, find_cached, parse_hub_name
 
 MODEL = {"config.json": b'{"a": 1}', "tokenizer.json": b"{}", "pytorch_model.bin": b"no"}
 MODEL["model.safetensors"] = bytes(range(256)) * 3000
@@ -83,7 +83,7 @@ def test_a_model_is_fetched_once_without_files_that_are_not_used(prefix: str, hu
     expected = {name: content for name, content in MODEL.items() if name != "pytorch_model.bin"}
     assert {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")} == expected
     hub.requests.clear()
-    assert fetch(HubName(prefix, "own/tiny"), "load", downloads=False) == folder
+    assert fetch(HubName(prefix, "own/tiny"), "load", downloads=False) == folder == find_cached(f"{prefix}own/tiny")
     assert fetch(HubName(prefix, "own/tiny"), "load").samefile(folder)
     assert not [request for request in hub.requests if "GET" in request and "safetensors" in request]
 
@@ -133,6 +133,16 @@ def test_the_command_prints_the_folder(hub: Hub, capsys: pytest.CaptureFixture[s
     assert main(["download", "./tiny"]) == 2
 
 
+def test_the_command_leaves_weights_out(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["download", "own/tiny", "--without-weights"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json"]
+    with pytest.raises(NotFetchedError, match="load: .*'own/tiny' (is|are) not in the cache; train fetches"):
+        fetch(HubName("hf://", "own/tiny"), "load", downloads=False)
+    assert main(["download", "own/sums", "--dataset", "--without-weights"]) == 2
+    assert "--without-weights is for models" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("prefix", HUBS)
 def test_a_data_set_has_splits(prefix: str, hub: Hub, tmp_path: Path) -> None:
     needs(prefix)
@@ -156,11 +166,17 @@ def test_a_new_task_starts_from_a_name(hub: Hub, tmp_path: Path) -> None:
     assert main(["new", str(tmp_path / "task"), "--model", "own/tiny"]) == 0
     assert "  pretrained_checkpoint: own/tiny\n" in (tmp_path / "task/run.yaml").read_text()
     assert not [request for request in hub.requests if "safetensors" in request]
+    # the tokenizer of the run is of the same name, and needs no weights
+    from mindspeed_rl.config import load_run_config
+    from mindspeed_rl.run.hub_models import fetch_models
+
+    folder = fetch_models(load_run_config(str(tmp_path / "task/run.yaml"))).actor_config.pretrained_checkpoint
+    assert folder is not None and (Path(folder) / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
 
 
 def test_the_keys_of_a_run_are_replaced_by_folders(hub: Hub) -> None:
     from mindspeed_rl.config import load_run_config
-    from mindspeed_rl.run.models import fetch_models
+    from mindspeed_rl.run.hub_models import fetch_models
 
     overrides = [f"actor_config.{key}=own/tiny" for key in ("load", "tokenizer_name_or_path")]
     with pytest.raises(NotFetchedError, match="^actor_config.load: 'own/tiny' is not in the cache"):

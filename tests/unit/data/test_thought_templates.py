@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 #: family in the guide -> a template of tests/data
 FAMILIES = {
     "Qwen3.5, Qwen3.6": "qwen35",
+    "Qwen3.8": "qwen38",
     "Step 3.5": "step35",
     "Hy3": "hy3",
     "MiniMax-M2": "minimax_m2",
@@ -98,7 +99,7 @@ def find_outcome(name, case):
     trained = "".join(text for _, text in rows)
     for message in messages:
         if message["role"] == "assistant":
-            texts = [message["content"] or '"Rome"' if name not in ("qwen35", "step35") else message["content"] or "Rome"]
+            texts = [message["content"] or ("Rome" if name in ("qwen35", "qwen38", "step35") else '"Rome"')]
             texts = [text.strip('"') for text in texts] + [message.get("reasoning_content", "")]
             assert all(text in trained for text in texts), (name, case, trained)
     assert batch.added == len(rows) - 1
@@ -139,6 +140,18 @@ def test_an_argument_of_the_template_that_keeps_thoughts_makes_one_row():
     rows, batch = encode(build_handler("qwen35", arguments={"preserve_thinking": True}), CASES["several"])
     assert batch.added == 0
     assert [trained for _, trained in rows] == ["hm\n</think>\n\nA1<|im_end|>so\n</think>\n\nA2<|im_end|>"]
+
+
+def test_qwen38_keeps_thoughts_unless_an_argument_drops_them_and_states_the_effort():
+    rows, batch = encode(build_handler("qwen38"), CASES["several"])
+    system, first = "<|im_start|>system\nThink carefully before you answer.<|im_end|>\n", "hm\n</think>\n\nA1<|im_end|>"
+    turns = [f"<|im_start|>user\nQ{i}<|im_end|>\n<|im_start|>assistant\n<think>\n" for i in (1, 2)]
+    trained = f"{first}so\n</think>\n\nA2<|im_end|>"
+    assert rows == [(f"{system}{turns[0]}{first}\n{turns[1]}so\n</think>\n\nA2<|im_end|>\n", trained)] and batch.added == 0
+    arguments = {"preserve_thinking": False, "reasoning_effort": "medium"}
+    rows, batch = encode(build_handler("qwen38", arguments=arguments), CASES["several"])
+    assert [row[1] for row in rows] == [first, "so\n</think>\n\nA2<|im_end|>"] and batch.added == 1
+    assert not any("system" in text for text, _ in rows)
 
 
 def test_context_gets_no_row_and_an_answer_trains_once():

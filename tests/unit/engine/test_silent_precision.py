@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from megatron.core.transformer.moe.router import TopKRouter
@@ -16,7 +18,12 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.build import build_model
 from mindspeed_rl.models.hf_module import build_module, cast_parameters, read_hf_config
-from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.models.module_family import ModuleArchitecture
+from mindspeed_rl.models.plan import plan_model, read_model
+from mindspeed_rl.run.rules.training_engine_rules import check_model_form
+
+sys.path.append(str(Path(__file__).parents[2] / "dist"))
+import tiny_modules
 
 ROPE = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 YARN = {**DEEPSEEK3, "max_position_embeddings": 1024, "rope_scaling": {**ROPE, "original_max_position_embeddings": 64}}
@@ -41,6 +48,52 @@ def test_the_gate_of_a_bfloat16_model_is_computed_in_float32(training_world: Non
     assert float((logits - exact).abs().max()) < 1e-5 * float(exact.abs().max())
     rounded = hidden @ router.weight.detach().t()  # what a product in bfloat16 would choose experts by
     assert float((rounded - exact).abs().max()) > 1e-3 * float(exact.abs().max())
+
+
+def build_v4(folder: Path) -> transformers.PreTrainedModel:
+    """A bfloat16 module of transformers of a tiny DeepSeek-V4, as a rollout has it."""
+    config = tiny_modules.CONFIGS["deepseek_v4"]()
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["DeepseekV4ForCausalLM"]}))
+    torch.manual_seed(3)
+    module = build_module(read_hf_config(folder, "generate_config.engine: transformers"))
+    cast_parameters(module, torch.bfloat16)
+    return module
+
+
+def test_deepseek_v4_chooses_experts_in_float32_in_training_and_in_the_rollout(tmp_path: Path) -> None:
+    """Its class computes gates in the format of the weights, so that it is refused in bfloat16, which it cannot compute.
+
+    Once transformers computes it in bfloat16 the last line fails: gates then need float32 of their own.
+    """
+    module = build_v4(tmp_path)
+    gates = [layer.mlp.gate for layer in module.model.layers]
+    assert {gate.e_score_correction_bias.dtype for gate in gates[1:]} == {torch.float32}
+    assert gates[0].tid2eid.dtype == torch.int64 and gates[0].weight.dtype == torch.bfloat16
+    architecture, model_config, _ = read_model(tmp_path, "fsdp")
+    assert isinstance(architecture, ModuleArchitecture)
+    with pytest.raises(ValueError, match="bf16: true with engine: fsdp .* deepseek_v4 keeps some in float32, such as"):
+        check_model_form(MegatronConfig(engine="fsdp", bf16=True), architecture, model_config)
+    with pytest.raises(ValueError, match="^generate_config.dtype: bfloat16 computes .* keeps some in float32, such as .*; set"):
+        architecture.check_rollout("bfloat16", "generate_config.dtype:")
+    architecture.check_rollout("float32", "generate_config.dtype:")
+    with pytest.raises(RuntimeError, match="same dtype"), torch.no_grad():
+        module(torch.arange(8)[None])
+
+
+def test_the_angles_of_a_bfloat16_module_of_deepseek_v4_are_those_of_the_formula(tmp_path: Path) -> None:
+    rotary = build_v4(tmp_path).model.rotary_emb
+    for name, settings in rotary.config.rope_parameters.items():
+        if isinstance(settings, dict):
+            size = int(16 * settings["partial_rotary_factor"])
+            expected = settings["rope_theta"] ** -(torch.arange(0, size, 2).double() / size)
+            frequencies = getattr(rotary, f"{name}_inv_freq")
+            assert frequencies.dtype == torch.float32
+            torch.testing.assert_close(frequencies.double(), expected, rtol=1e-6, atol=0)
+            positions = torch.arange(200)[None]
+            for length in (20, 200):  # a row's length changes none of its angles
+                cos, _ = rotary(torch.zeros(1), positions[:, :length], layer_type=name)
+                exact = (positions[0, :length, None] * frequencies.double()).cos()
+                torch.testing.assert_close(cos[0].double(), exact, rtol=0, atol=2e-5)
 
 
 def test_the_bias_of_a_bfloat16_module_stays_in_float32(tmp_path: Path) -> None:

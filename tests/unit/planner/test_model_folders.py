@@ -10,6 +10,8 @@ import transformers
 from published import MODELS
 
 from mindspeed_rl.cli.plan import main
+from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree
+from mindspeed_rl.planner.run_files import read_block
 
 SIZES = ["--npus", "2", "--prompt", "512", "--response", "512", "--prompts", "8", "--samples", "4", "--top", "2"]
 
@@ -29,6 +31,18 @@ def test_a_folder_has_the_layouts_of_the_block_of_its_model(tmp_path: Path, caps
     text = written.read_text()
     assert f'load: "{folder}"' in text and "defaults" not in text
     assert main(["memory", "--config-name", str(written), "--chip", "A3"]) == 0
+
+
+def test_layouts_of_delta_nets_have_no_cached_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vllm-ascend's engine caches none of them."""
+    content = MODELS["Qwen3.5-4B"]
+    small = {"num_hidden_layers": 4, "layer_types": content["text_config"]["layer_types"][:4]}
+    (tmp_path / "config.json").write_text(json.dumps(content | {"text_config": content["text_config"] | small}))
+    _fit(capsys, "--model", str(tmp_path), "-o", str(tmp_path / "run.yaml"))
+    assert "enable_prefix_caching: false" in (tmp_path / "run.yaml").read_text()
+    trees = {name: build_grpo_tree(FitRequest(name, read_block(name, None), 2, 512, 512)) for name in ("qwen35_4b", "qwen3_8b")}
+    kept = {name: tree["generate_config"]["enable_prefix_caching"] for name, tree in trees.items()}
+    assert kept == {"qwen35_4b": False, "qwen3_8b": True}
 
 
 def test_layouts_of_the_second_engine_are_searched(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.model_metadata import EngineShape, read_model_metadata
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.draft import draft, load_run
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles
 from mindspeed_rl.run.rules.validation import validate
@@ -116,6 +116,15 @@ def test_gated_delta_nets_have_no_cached_prefixes(tmp_path: Path, platform: str)
     assert found.rule == "rollout.linear_prefixes" and str(tmp_path / "m") in str(found)
     assert "generate_config.enable_prefix_caching must be false" in str(found)
     assert validate(run(tmp_path / "m", HYBRID, **keys, platform="cuda")) == validate(run(tmp_path / "m", PLAIN, **keys)) == []
+
+
+def test_a_model_block_has_delta_nets_as_config_json_has(tmp_path: Path) -> None:
+    """A run file that is read where the weights are not."""
+    keys = ["generate_config.enable_prefix_caching=true", "platform=npu"]
+    found = validate(load_run("grpo_qwen35_4b_A3", None, keys))
+    assert [item.rule for item in found] == ["rollout.linear_prefixes"]
+    split = validate(load_run("grpo_qwen35_4b_A3", None, ["generate_config.infer_tensor_parallel_size=3"]))
+    assert "linear_num_key_heads (16) must be divisible by" in str(next(i for i in split if i.rule == "rollout.linear_heads"))
 
 
 #: names of the number of experts in config.json

@@ -18,7 +18,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from mindspeed_rl.files import describe_missing
+from mindspeed_rl.files import describe_missing, read_json
 
 #: longest wait for a connection
 _CONNECT_S = 5.0
@@ -27,18 +27,23 @@ _NAME = re.compile(r"(hf://|ms://)?([\w.-]+/[\w.-]+|(?<=//)[\w.-]+)(?:@([\w.-]+)
 #: files of a model that are used: neither other frameworks' weights nor a second copy
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+_INDEX = "model.safetensors.index.json"
+Kind = Literal["model", "tokenizer", "dataset"]
 
 
 class NotFetchedError(ValueError):
-    """The model or data set is not on this machine, and downloading it is not allowed.
+    """The model or data set is not on this machine, or not all of it, and downloading it is not allowed.
 
     Attributes:
         name: the name on its hub.
         key: where the user wrote it.
     """
 
-    def __init__(self, name: HubName, key: str) -> None:
-        super().__init__(f"{key}: '{name}' is not in the cache; train fetches it, or mindspeed-rl download {name}")
+    def __init__(self, name: HubName, key: str, kind: Kind, missing: str = "") -> None:
+        """Name what is missing of it, such as "the weights"; "" for everything."""
+        what, pronoun = (f"{missing} of '{name}' are", "them") if missing else (f"'{name}' is", "it")
+        words = {"model": "", "tokenizer": " --without-weights", "dataset": " --dataset"}[kind]
+        super().__init__(f"{key}: {what} not in the cache; train fetches {pronoun}, or mindspeed-rl download {name}{words}")
         self.name, self.key = name, key
 
     def check_hub(self) -> None:
@@ -84,24 +89,65 @@ def parse_hub_name(text: object) -> HubName | None:
     return HubName(MS if match[1] == MS else HF, match[2], match[3])
 
 
-def fetch(
-    name: HubName, key: str, kind: Literal["model", "tokenizer", "dataset"] = "model", *, downloads: bool = True
-) -> Path:
+def fetch(name: HubName, key: str, kind: Kind = "model", *, downloads: bool = True) -> Path:
     """Return the folder with what is named, in the cache of its hub; what is not there yet is downloaded.
 
     Args:
         name: name of a model or data set.
         key: where the user wrote it, for messages.
-        kind: selection of files: of a model only the tokenizer, or all files that are used here; all files of a data set.
+        kind: selection of files: of a model all files that are used here, or all but the weights ("tokenizer", with
+            config.json); all files of a data set.
         downloads: False takes only what is in the cache.
 
     Raises:
-        NotFetchedError: it is not in the cache, and `downloads` is False.
+        NotFetchedError: it is not in the cache, or its weights are not, and `downloads` is False.
         ValueError: the hub has nothing of this name, does not allow access, or cannot be reached; the message says what to do.
     """
     patterns = {"model": _MODEL_FILES, "tokenizer": _TOKENIZER_FILES, "dataset": None}[kind]
     load = _fetch_hf if name.hub == HF else _fetch_ms
-    return Path(load(name, key, kind == "dataset", patterns, downloads))
+    folder = Path(load(name, key, kind, patterns, downloads))
+    if kind == "model" and (missing := _find_missing_weights(folder)):
+        if not downloads:
+            raise NotFetchedError(name, key, kind, missing)
+        if reason := "HF_HUB_OFFLINE is set" if name.hub == HF and _is_offline() else _find_network_problem(name):
+            raise ValueError(_describe_unreachable(name, key, reason))
+    return folder
+
+
+def _find_missing_weights(folder: Path) -> str:
+    """Return which weights a folder in a cache lacks; "" where it has all."""
+    shards = sorted(set(_read_shard_names(folder)))
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        return f"{len(missing)} of {len(shards)} weight files, such as {missing[0]},"
+    return "" if any(folder.glob("*.safetensors")) else "the weights"
+
+
+def _read_shard_names(folder: Path) -> list[str]:
+    """Return the weight files that an index names; none where there is no index, or one that loading the model reports."""
+    try:
+        weight_map = read_json(folder / _INDEX)["weight_map"]
+        return [str(shard) for shard in weight_map.values()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def find_cached(text: str | Path | None) -> Path | None:
+    """Return the folder in a hub's cache of the model that a text names; None for a path, and for what is not in the cache.
+
+    Only the cache is read; the folder may have no weights, and has config.json or the settings of an adapter.
+    """
+    try:
+        name = parse_hub_name(None if text is None else str(text))
+        folder = None if name is None else fetch(name, "", "tokenizer", downloads=False)
+    except ValueError:  # it is reported where the model is fetched
+        return None
+    marks = ("config.json", "adapter_config.json")
+    return folder if folder is not None and any((folder / mark).is_file() for mark in marks) else None
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
 
 
 def _describe_missing(name: HubName, key: str, is_dataset: bool) -> str:
@@ -118,7 +164,7 @@ def _describe_missing(name: HubName, key: str, is_dataset: bool) -> str:
 def _find_network_problem(name: HubName) -> str | None:
     """Return why nothing takes a connection at the address of a hub; None where something does, or a proxy is used."""
     address = urlsplit(name.endpoint)
-    if getproxies() or not address.hostname:
+    if {"http", "https", "all"} & getproxies().keys() or not address.hostname:  # NO_PROXY alone is none
         return None
     try:
         with socket.create_connection((address.hostname, address.port or 443), timeout=_CONNECT_S):
@@ -145,19 +191,18 @@ def _describe_folder(name: HubName) -> str:
     return "" if name.hub == MS or name.revision else f"{describe_missing(name.name)}; as a name on a hub, "
 
 
-def _fetch_hf(name: HubName, key: str, is_dataset: bool, patterns: list[str] | None, downloads: bool) -> str:
+def _fetch_hf(name: HubName, key: str, kind: Kind, patterns: list[str] | None, downloads: bool) -> str:
     from huggingface_hub import errors, snapshot_download
 
-    if downloads and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0") and (reason := _find_network_problem(name)):
+    if downloads and not _is_offline() and (reason := _find_network_problem(name)):
         try:  # at once from the cache, or not at all: the client tries again for many seconds
-            return _fetch_hf(name, key, is_dataset, patterns, downloads=False)
+            return _fetch_hf(name, key, kind, patterns, downloads=False)
         except NotFetchedError:
             raise ValueError(_describe_unreachable(name, key, reason)) from None
-    kind = "dataset" if is_dataset else "model"
     try:
         return snapshot_download(
             name.name,
-            repo_type=kind,
+            repo_type="dataset" if kind == "dataset" else "model",
             revision=name.revision,
             allow_patterns=patterns,
             local_files_only=not downloads,
@@ -168,23 +213,23 @@ def _fetch_hf(name: HubName, key: str, is_dataset: bool, patterns: list[str] | N
             f"{key}: '{name}' needs its license accepted at {name.endpoint}/{name.name}, and HF_TOKEN of that account"
         ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        raise ValueError(_describe_missing(name, key, is_dataset)) from error
+        raise ValueError(_describe_missing(name, key, kind == "dataset")) from error
     except errors.LocalEntryNotFoundError as error:
         if not downloads:
-            raise NotFetchedError(name, key) from None
+            raise NotFetchedError(name, key, kind) from None
         raise ValueError(_describe_unreachable(name, key, error.__cause__ or error)) from error
     except (OSError, RuntimeError) as error:  # of the network, in the middle; the next attempt goes on from there
         raise ValueError(_describe_unreachable(name, key, error)) from error
 
 
-def _fetch_ms(name: HubName, key: str, is_dataset: bool, patterns: list[str] | None, downloads: bool) -> str:
+def _fetch_ms(name: HubName, key: str, kind: Kind, patterns: list[str] | None, downloads: bool) -> str:
     if find_spec("modelscope_hub") is None:
         raise ValueError(f"{key}: '{name}' needs the client of ModelScope: pip install modelscope-hub")
     # an optional package, which only names with ms:// need
     from modelscope_hub import compat, errors
 
     load = partial(
-        compat.dataset_snapshot_download if is_dataset else compat.snapshot_download,
+        compat.dataset_snapshot_download if kind == "dataset" else compat.snapshot_download,
         name.name,
         revision=name.revision,
         allow_patterns=patterns,
@@ -194,20 +239,20 @@ def _fetch_ms(name: HubName, key: str, is_dataset: bool, patterns: list[str] | N
         folder = load(local_files_only=not downloads)
         # the client names the folder also where there is none
         if not downloads and not (Path(folder).is_dir() and any(Path(folder).iterdir())):
-            raise NotFetchedError(name, key)
+            raise NotFetchedError(name, key, kind)
         return folder
     except NotFetchedError:
         raise
     except (errors.HubError, OSError, ValueError) as error:
         if not downloads:
-            raise NotFetchedError(name, key) from None
+            raise NotFetchedError(name, key, kind) from None
         # the client raises errors of its own, or errors of requests
         status = getattr(error, "status_code", None) or getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise ValueError(f"{key}: '{name}' is not open to this account; set MODELSCOPE_API_TOKEN") from error
         if status in (400, 404):
-            raise ValueError(_describe_missing(name, key, is_dataset)) from error
+            raise ValueError(_describe_missing(name, key, kind == "dataset")) from error
         # offline: the hub's other client does the same with what an earlier use has left
         with contextlib.suppress(errors.HubError, OSError, ValueError):
-            return _fetch_ms(name, key, is_dataset, patterns, downloads=False)
+            return _fetch_ms(name, key, kind, patterns, downloads=False)
         raise ValueError(_describe_unreachable(name, key, error)) from error

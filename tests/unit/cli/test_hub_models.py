@@ -1,0 +1,164 @@
+"""Commands on a model that is named as on a hub: its files are in the cache of the hub, or they are not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.cli.main import main
+from mindspeed_rl.cli.new.tiny_model import save_tiny_model
+from mindspeed_rl.config import load_run_config
+from mindspeed_rl.hub import find_cached
+from mindspeed_rl.run.hub_models import fetch_models
+
+SIZES = "--npus 1 --prompt 32 --response 32 --prompts 4 --samples 2 --top 1".split()
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache of Hugging Face, on a machine without network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nothing listens there
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setenv("NO_PROXY", "*")
+        yield tmp_path / "hub"
+
+
+def put(cache: Path, name: str, *, weights: bool, **changes: object) -> Path:
+    """Puts a tiny model into the cache as a download leaves it; returns its folder."""
+    root = cache / f"models--{name.replace('/', '--')}"
+    folder = root / "snapshots" / COMMIT
+    (root / "refs").mkdir(parents=True)
+    (root / "refs/main").write_text(COMMIT)
+    save_tiny_model(folder, "dense")
+    for file in () if weights else folder.glob("*.safetensors*"):
+        file.unlink()
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def test_a_model_of_a_hub_is_planned_by_its_config_alone(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = put(cache, "own/tiny", weights=False)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> str:
+        assert main([*words]) == 0, words
+        return capsys.readouterr().out
+
+    assert find_cached("own/tiny") == find_cached("hf://own/tiny@main") == folder
+    assert "on 1 x A3" in call("plan", "fit", "--model", "own/tiny", *SIZES)
+    call("new", "task", "--model", "own/tiny")
+    monkeypatch.chdir(tmp_path / "task")
+    assert "  pretrained_checkpoint: own/tiny\n" in Path("run.yaml").read_text()
+    by_name = json.loads(call("plan", "memory", "--config", "run.yaml", "--chip", "A3", "--json"))
+    keys = ("actor_config.pretrained_checkpoint", "megatron_training.tokenizer_name_or_path")
+    by_folder = [f"{key}={folder}" for key in keys]
+    assert json.loads(call("plan", "memory", "--config", "run.yaml", "--chip", "A3", "--json", *by_folder)) == by_name
+    call("promise", "run.yaml", "--chip", "A3")
+    missing = "actor_config.pretrained_checkpoint: the weights of 'own/tiny' are not in the cache; train fetches them, or "
+    assert missing in call("explain", "--config", "run.yaml")
+
+
+def test_a_model_that_is_not_in_the_cache_is_a_command_that_fetches_it(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(cache, "own/tiny", weights=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "task", "--model", "own/tiny"]) == 0
+    monkeypatch.chdir(tmp_path / "task")
+    capsys.readouterr()
+
+    def fails(*words: str) -> str:
+        assert main([*words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    # the weights alone are missing
+    assert "'own/tiny' is not complete in the cache" in fails("generate", "--load", "own/tiny", "--prompt", "1")
+    assert "'own/tiny' is not complete in the cache" in fails("train", "--config", "run.yaml")
+    shutil.rmtree(cache)
+    assert find_cached("own/tiny") is None
+    fetching = "mindspeed-rl download own/tiny --without-weights"
+    assert fails("plan", "fit", "--model", "own/tiny", *SIZES).endswith(fetching)
+    for words in (["plan", "memory", "--config", "run.yaml"], ["promise", "run.yaml"]):
+        assert (line := fails(*words)).endswith(f"; {fetching} fetches its config.json.")
+        assert "the model keys num_layers, hidden_size, ffn_hidden_size, num_attention_heads" in line
+    for words in (["new", "other", "--model", "own/tiny"], ["train", "--config", "run.yaml"]):
+        assert "mindspeed-rl download own/tiny) and copy the folder" in fails(*words)
+    assert main(["explain", "--config", "run.yaml"]) == 0
+    assert f"'own/tiny' is not in the cache; train fetches it, or {fetching}\n" in capsys.readouterr().out
+
+
+def test_weight_files_that_the_index_names_are_missed(cache: Path) -> None:
+    folder = put(cache, "own/tiny", weights=True)
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / names["a"]).touch()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    cfg = load_run_config("grpo_tiny_cpu", None, ["actor_config.load=own/tiny"])
+    expected = "1 of 2 weight files, such as model-00002-of-00002.safetensors, of 'own/tiny' are not in the cache"
+    with pytest.raises(ValueError, match=expected):
+        fetch_models(cfg, downloads=False)
+
+
+def test_the_files_of_a_hub_decide_what_the_run_file_leaves_open(cache: Path, tmp_path: Path) -> None:
+    folder = put(cache, "own/seeing", weights=True, vision_config={}, image_token_id=5)
+    put(cache, "own/other", weights=True)
+    names = {
+        "actor_config.load": "own/seeing", "actor_config.tokenizer_name_or_path": "own/seeing",
+        "rl_config.reward_model": "own/other", "rl_config.judge_model": "own/other",
+        "rl_config.distillation.teacher_models": "[own/other,actor,http://localhost/v1]",
+        "rl_config.integrated_mode_config.ref_model_load_path": "own/other",
+    }  # fmt: skip
+    cfg = load_run_config("grpo_tiny_cpu", None, [f"{key}={name}" for key, name in names.items()])
+    assert cfg.reads_images and cfg.model_metadata["actor_config"].hf_folder == str(folder)  # by the cache
+    fetched, other = fetch_models(cfg, downloads=False), str(find_cached("own/other"))
+    assert fetched.reads_images and (fetched.actor_config.load, fetched.ref_config.load) == (str(folder), str(folder))
+    rl = fetched.rl_config
+    assert rl is not None and (rl.reward_model, rl.judge_model) == (other, other)
+    assert rl.distillation.teacher_models == [other, "actor", "http://localhost/v1"]
+    assert rl.integrated_mode_config is not None and rl.integrated_mode_config.ref_model_load_path == other
+
+
+def test_a_model_that_comes_with_the_run_says_as_much_as_one_that_was_there(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = load_run_config("grpo_tiny_cpu", None, ["actor_config.load=own/seeing"])
+    known = {group: metadata for group, metadata in cfg.model_metadata.items() if metadata.folder == "own/seeing"}
+    assert not known and not cfg.reads_images
+    put(cache, "own/seeing", weights=True, vision_config={}, image_token_id=5)
+    assert fetch_models(cfg).reads_images
+
+
+def test_a_model_that_nothing_computes_is_refused_before_its_weights_are_fetched(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(cache, "own/tiny", weights=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "task", "--model", "own/tiny"]) == 0
+    monkeypatch.chdir(tmp_path / "task")
+    shutil.rmtree(cache)
+    put(cache, "own/tiny", weights=False, architectures=["DeepseekV41ForCausalLM"], model_type="deepseek_v41")
+    for words in ("explain --config run.yaml", "train --config run.yaml", "new other --model own/tiny"):
+        assert main(words.split()) == 2
+        printed = capsys.readouterr()
+        assert "CSA2" in printed.out + printed.err and "not in the cache" not in printed.out + printed.err
+
+
+def test_a_rollout_server_takes_a_name(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(cache, "own/tiny", weights=False)
+    assert main(["rollout", "--model", "own/tiny", "--platform", "cpu", "--port", "0"]) == 2
+    assert "--model: 'own/tiny' does not exist" in (text := capsys.readouterr().err) and "is not complete in the cache" in text
+    assert main(["rollout", "--model", "own/tiny/no", "--platform", "cpu", "--port", "0"]) == 2
+    assert "--model own/tiny/no: no folder with config.json" in capsys.readouterr().err

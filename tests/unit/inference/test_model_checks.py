@@ -1,0 +1,75 @@
+"""Commands without a run file check model and tokenizer as `train` does: in one sentence, before weights are loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from byte_tokenizer import build_tokenizer
+
+from mindspeed_rl.cli.main import main
+from mindspeed_rl.cli.new.tiny_model import save_tiny_model
+from mindspeed_rl.config import MegatronConfig, load_run_config
+from mindspeed_rl.config.model_metadata import read_model_metadata
+from mindspeed_rl.inference.model_files import ModelSettings, open_model
+from mindspeed_rl.inference.session import _read_shape
+from mindspeed_rl.run.rules.engine_limits import EngineRequest, check_engine
+from mindspeed_rl.service.opening import open_tenants
+
+NEEDED = {
+    "generate": ["--load", "{}", "--prompt", "p"],
+    "chat": ["--load", "{}"],
+    "evaluate": ["--load", "{}", "--task", "gsm8k", "--task-data-path", __file__],
+    "rollout": ["--model", "{}", "--platform", "cpu", "--port", "0", "--max-model-len", "64"],
+}
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A model that reads 128 tokens, with the tokenizer of another one, which has a token for each byte."""
+    save_tiny_model(tmp_path, "dense")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    build_tokenizer(eos_token="<|im_end|>").save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", NEEDED)
+def test_the_tokenizer_of_another_model_is_refused(command: str, broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, *(word.format(broken) for word in NEEDED[command])]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and "but the model's vocabulary has 128" in error and str(broken) in error
+
+
+def test_a_service_refuses_the_tokenizer_of_another_model(broken: Path) -> None:
+    keys = ("actor_config.load", "megatron_training.tokenizer_name_or_path")
+    cfg = load_run_config("serve_tiny_cpu", None, [f"{key}={broken}" for key in keys])
+    with pytest.raises(ValueError, match="but the model's vocabulary has 128"):
+        open_tenants(cfg)
+
+
+def test_the_state_of_a_delta_net_is_compared_with_the_cache_of_the_engine(tmp_path: Path) -> None:
+    # of 4 value heads x 64 x 32 numbers in float32, and 2 key/value heads x 64 x 128 tokens in bfloat16
+    sizes = {
+        "vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 32,
+    }  # fmt: skip
+    config = transformers.Qwen3_5TextConfig(**sizes)
+    transformers.Qwen3_5ForCausalLM(config).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+
+    def check(platform: str) -> None:
+        shape = _read_shape(open_model(ModelSettings(load=tmp_path)), "vllm")
+        metadata = read_model_metadata(MegatronConfig(load=str(tmp_path)))
+        assert metadata is not None and metadata.shape.linear_state == shape.linear_state
+        check_engine(shape, EngineRequest(1, 64, "--tensor-parallel-size", "--max-length", dtype="bfloat16"), platform)
+
+    (tmp_path / "config.json").write_text(json.dumps(content | {"mamba_ssm_dtype": "bfloat16"}))
+    check("cuda")
+    with pytest.raises(ValueError, match="has 16384 bytes with --tensor-parallel-size .1., which must be a multiple of 32768"):
+        check("npu")
+    (tmp_path / "config.json").write_text(json.dumps(content | {"mamba_ssm_dtype": "float32"}))
+    check("npu")
