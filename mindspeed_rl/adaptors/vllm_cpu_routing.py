@@ -3,7 +3,7 @@
 - the refusal (config.VllmConfig._verify_aux_output_compatibility): asks for that runner and for prefix caching;
 - what a step routed (v1.worker.cpu_model_runner.CPUModelRunner.execute_model, sample_tokens): vLLM's own capturer is bound to
   the model's routers, and its rows are kept by slot of the KV cache, as vLLM 0.21 to 0.23 keeps them: tokens of a cached
-  prefix have theirs in the slots that they share.
+  prefix have theirs in the slots that they share. With gated delta nets the slots are those of full attention.
 
 The scheduler and all behind it are vLLM's. It can go when the CPU build has Triton or V1's runner hands routed experts out;
 `tests/unit/adaptors` fails when it is no longer needed.
@@ -63,14 +63,19 @@ class _RoutedSlots:
             RoutedExpertsCapturer,
             bind_routed_experts_capturer,
         )
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         config = runner.vllm_config
         self._runner = runner
         self._capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
         bind_routed_experts_capturer(runner.model, self._capturer)
-        (group,) = runner.kv_cache_config.kv_cache_groups  # the models that are trained here have attention of one kind
-        self._block_size = group.kv_cache_spec.block_size
-        shape = (runner.kv_cache_config.num_blocks * self._block_size, *self._capturer.shape_per_token)
+        # a slot per token: a delta net has one of a sequence, and those of a window are given to later tokens
+        specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+        self._group = next((index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), 0)
+        #: of the table, whose blocks may be parts of those that the specification has
+        self._block_size = runner.input_batch.block_table[self._group].block_size
+        num_slots = runner.kv_cache_config.num_blocks * specs[self._group].block_size
+        shape = (num_slots, *self._capturer.shape_per_token)
         self._slots = np.zeros(shape, dtype=self._capturer.output_dtype_name)
         self._pending: dict[str, Any] = {}
 
@@ -100,6 +105,6 @@ class _RoutedSlots:
 
     def _find_slots(self, index: int, count: int) -> np.ndarray:
         """Return the slots of the first tokens of the batch's request with this index."""
-        blocks = self._runner.input_batch.block_table[0].get_numpy_array()[index]
+        blocks = self._runner.input_batch.block_table[self._group].get_numpy_array()[index]
         positions = np.arange(count)
         return blocks[positions // self._block_size] * self._block_size + positions % self._block_size

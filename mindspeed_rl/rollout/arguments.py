@@ -5,6 +5,7 @@ Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,6 +200,26 @@ def build_prompt(prompt_ids: Sequence[int], images: Sequence[str], rules: ImageR
     if videos:
         prompt["mm_processor_kwargs"] = {"videos_kwargs": {"do_resize": False}}
     return prompt
+
+
+def check_prompt(prompt_ids: Sequence[int], taken_ids: Sequence[int]) -> None:
+    """Check that an engine computes a prompt with images or videos on the tokens that the trainer has.
+
+    vLLM writes the tokens of media itself, times of videos by its tokenizer: transformers gives it the class of the model's
+    type, whatever tokenizer_config.json names.
+
+    Raises:
+        ValueError: it computes other ones.
+    """
+    if list(taken_ids) == list(prompt_ids):
+        return
+    pairs = enumerate(itertools.zip_longest(prompt_ids, taken_ids))
+    index, (ours, theirs) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+    raise ValueError(
+        f"the rollout engine computes a prompt with images or videos on other tokens ({len(taken_ids)}) than the trainer "
+        f"({len(prompt_ids)}): token {index} is {theirs} there and {ours} here; its processor or its tokenizer differs from "
+        "the folder's files. Use the published ones of this model, tokenizer_config.json with its tokenizer_class too"
+    )
 
 
 def _describe_video(video: StoredVideo) -> tuple[np.ndarray, dict[str, object]]:

@@ -34,6 +34,7 @@ from mindspeed_rl.rollout.arguments import (
     build_engine_arguments,
     build_prompt,
     build_sampling_params,
+    check_prompt,
     check_texts,
     use_socket_folder,
 )
@@ -165,6 +166,7 @@ class VllmEngine:
 
         Raises:
             RuntimeError: no weights were loaded yet.
+            ValueError: an image cannot be read, or vLLM has other tokens for it.
         """
         if self.weight_version < 0:
             raise RuntimeError("the rollout engine holds dummy weights; push weights before generating.")
@@ -175,6 +177,13 @@ class VllmEngine:
         adapter = self._named_adapters[sampling.adapter] if sampling.adapter else self._adapter
         # vLLM from about 0.16 on adds a suffix to the name, which its outputs leave out
         self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params, lora_request=adapter) or name
+        if sampling.images:
+            state = self._llm.llm_engine.output_processor.request_states[self._ids[name]]
+            try:
+                check_prompt(prompt_ids, state.prompt_token_ids or ())
+            except ValueError:
+                self.abort([name])
+                raise
 
     def has_unfinished(self, busy: bool = False) -> bool:
         """Return True while a replica that shares experts with this one has requests or is busy; collective over them.

@@ -26,6 +26,7 @@ from mindspeed_rl.rollout.arguments import (
     build_engine_arguments,
     build_prompt,
     build_sampling_params,
+    check_prompt,
     check_texts,
     use_socket_folder,
 )
@@ -96,8 +97,12 @@ class AsyncEngine:
         check_texts(request.sampling, self.llm.vllm_config)
         params = build_sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.DELTA)
         prompt = build_prompt(request.prompt_ids, request.sampling.images, self._image_rules)
+        unchecked = bool(request.sampling.images)
         async for output in self.llm.generate(prompt, params, f"rollout-{next(self._request_ids)}"):
             self._remove_sockets()
+            if unchecked:
+                check_prompt(request.prompt_ids, output.prompt_token_ids or ())
+                unchecked = False
             sample = output.outputs[0]
             finish = _FINISHES.get(sample.finish_reason, "aborted") if output.finished else None
             tokens = tuple(sample.token_ids)

@@ -56,7 +56,11 @@ def test_the_engine_answers_about_the_trainers_frames(name: str, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    [("qwen2.5", "int8"), ("qwen3", "int8"), ("qwen3_moe", "int8"), ("qwen2.5", "mxfp8"), ("qwen3", "w4a8")],
+    [
+        *(("qwen2.5", "int8"), ("qwen3", "int8"), ("qwen3_moe", "int8"), ("qwen2.5", "mxfp8"), ("qwen3", "w4a8")),
+        *(pytest.param(*words, marks=pytest.mark.extra) for words in (("qwen3", "mxfp8"), ("qwen3_moe", "mxfp8"))),
+        *(pytest.param(*words, marks=pytest.mark.extra) for words in (("qwen2.5", "w4a8"), ("qwen3_moe", "w4a8"))),
+    ],
 )
 def test_the_quantized_language_model_answers_about_frames_of_the_tower_in_float32(
     name: str, quantization: str, tmp_path: Path

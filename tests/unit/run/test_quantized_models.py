@@ -1,14 +1,20 @@
-"""Models that NPUs quantize are those that a test quantizes on the simulated NPU."""
+"""Models that engines have quantized are those that a test quantizes, on the CPU and on the simulated NPU."""
 
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
+from published import MODELS
 
+from mindspeed_rl.config import load_run_config
+from mindspeed_rl.config.quantized_formats import QUANTIZATIONS
 from mindspeed_rl.models import ARCHITECTURES, find_architecture
-from mindspeed_rl.run.rules.quantized_models import explain_unquantized
+from mindspeed_rl.run.models import plan_models, with_model_configs
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.rules.quantized_models import explain_actor, explain_unquantized
 
 SIMULATED = Path(__file__).parents[2] / "npu_sim"
 TOWERS = "test_vision.test_the_engine_of_the_npu_quantized_has_the_tower_as_it_was"
@@ -42,6 +48,20 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
         TOWERS: ("qwen3_vl_moe", "qwen3_5_moe_vl"),
     },
 }
+#: file and test -> the families that it compares with the definitions of all formats on the CPU
+ON_CPU: dict[str, tuple[str, ...]] = {
+    "unit/rollout/test_int8_rollout.test_a_block_format_has_the_log_probs_of_its_definition": (
+        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"),
+        *("glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
+    ),
+    "unit/rollout/test_int8_rollout.test_gated_delta_nets_have_their_wide_projections_quantized": (
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    ),
+    "dist/test_video_rollout.test_the_quantized_language_model_answers_about_frames_of_the_tower_in_float32": (
+        *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    ),
+    "dist/test_quantized_towers.test_the_products_and_log_probs_are_those_of_the_definition": ("qwen3_5_vl", "qwen3_5_moe_vl"),
+}
 #: config.json of experts in rows of whole blocks of every format
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 256, "intermediate_size": 256,
@@ -59,8 +79,35 @@ def test_families_that_npus_quantize_have_a_simulated_run(quantization: str) -> 
     assert accepted == {name for families in RUNS[quantization].values() for name in families}
 
 
-def test_the_simulated_runs_are_there() -> None:
-    for test in {test for tests in RUNS.values() for test in tests}:
-        file, _, name = test.partition(".")
-        source = ast.parse((SIMULATED / f"{file}.py").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_families_that_the_cpu_quantizes_have_a_run(quantization: str) -> None:
+    model_config = find_architecture("qwen3_moe").read_model_config(EXPERTS)
+    accepted = {name for name in ARCHITECTURES if not explain_unquantized(name, model_config, quantization, "cpu")}
+    assert accepted == {name for families in ON_CPU.values() for name in families}
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("keys", [[], ["language_model_only", "freeze_vit", "freeze_aligner"]], ids=["tower", "text"])
+@pytest.mark.parametrize("model", ["Qwen3.5-9B", "Qwen3.5-35B-A3B"])
+def test_a_published_model_with_a_tower_is_planned_on_the_cpu(
+    model: str, keys: list[str], quantization: str, tmp_path: Path
+) -> None:
+    words = [f"generate_config.quantization={quantization}", "actor_config.bf16=true"]
+    words += ["model.tiny_qwen25.num_layers=null", "model.tiny_qwen25.padded_vocab_size=null"]
+    words += ["generate_config.dtype=bfloat16", *(f"actor_config.{key}=true" for key in keys)]
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model] | {"image_token_id": 248056}))
+    (tmp_path / "model.safetensors").touch()
+    words += [f"actor_config.{key}={tmp_path}" for key in ("load", "tokenizer_name_or_path")]
+    words += ["rl_config.init_kl_coef=0", "actor_config.sequence_parallel=true"]  # without a reference
+    cfg = with_model_configs(load_run_config("grpo_tiny_cpu", None, words))
+    assert cfg.reads_images == (not keys) and not explain_actor(cfg, "cpu")
+    plan = plan_models(resolve(cfg, platform="cpu")).models["actor"].plan
+    assert (plan.model_config.vision is None) == bool(keys) and plan.model_config.linear_attention is not None
+
+
+def test_the_runs_are_there() -> None:
+    simulated = {f"{SIMULATED.name}/{test}" for tests in RUNS.values() for test in tests}
+    for test in simulated | set(ON_CPU):
+        file, _, name = test.rpartition(".")
+        source = ast.parse((SIMULATED.parent / f"{file}.py").read_text(encoding="utf-8"))
         assert name in {node.name for node in source.body if isinstance(node, ast.FunctionDef)}, test
