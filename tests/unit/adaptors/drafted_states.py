@@ -19,6 +19,8 @@ os.environ.update(platform.current().worker_env())
 adaptors.apply("rollout")  # before vLLM is imported
 
 from safetensors.torch import load_file
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "dist")]
 from tiny_prediction import Predicting
 
 from mindspeed_rl.adaptors import vllm_drafts
@@ -27,7 +29,8 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 family, folder = sys.argv[1], Path(sys.argv[2])
-Predicting.build(family).save(folder)
+reference = Predicting.build(family)
+reference.save(folder)
 weights = {name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()}
 settings = GenerateConfig(
     infer_tensor_parallel_size=1, max_model_len=160, max_num_seqs=12, max_num_batched_tokens=32, dtype="bfloat16"
@@ -60,6 +63,35 @@ def sample_all(engine: VllmEngine) -> dict[str, tuple[list[int], list[float]]]:
     return results
 
 
+def record_drafts(engine: VllmEngine) -> list[int]:
+    """The draft tokens of later steps of one request: each step makes one, for the token after its last."""
+    (drafter,), drafts = engine._llm.collective_rpc(lambda worker: worker.model_runner.drafter), []
+    propose = drafter.propose
+
+    def record(*arguments: object, **named: object) -> object:
+        tokens = propose(*arguments, **named)
+        drafts.append(int(tokens[0, 0]))
+        return tokens
+
+    drafter.propose = record
+    return drafts
+
+
+def count_wrong(drafts: list[int], token_ids: list[int]) -> list[int]:
+    """How many drafts are not the most likely token by transformers' layers, and how many there are."""
+    if not drafts:
+        return []
+    with torch.no_grad():
+        _, (predicted,) = reference.logits(torch.tensor(token_ids))
+    likely, place, wrong = predicted.argmax(-1).tolist(), 1, 0  # the place of a step's last token
+    for number, draft in enumerate(drafts):
+        if place + 1 >= len(token_ids):
+            return [wrong, number]
+        wrong += draft != likely[place - 1]
+        place += 1 + (token_ids[place + 1] == draft)
+    return [wrong, len(drafts)]
+
+
 result, plain, engines = {}, {}, []  # an engine that is collected would end the process groups of the others
 for kind in sys.argv[3:]:
     engine = VllmEngine(
@@ -72,16 +104,16 @@ for kind in sys.argv[3:]:
     vllm_drafts.counts.take()
     sampled = sample_all(engine)
     proposed, accepted, _ = vllm_drafts.counts.take()
+    drafts = record_drafts(engine) if kind == "mtp" else []
     engine.add_request("alone", PROMPTS[1], Sampling(1.0, 60, ()), seed=3)  # a step with one token
     while engine._ids:
         sampled.update((name, (output.token_ids, output.log_probs)) for name, output in engine.step())
     plain = plain or sampled
     result[kind] = {
         "different": [name for name in plain if sampled[name] != plain[name]],
-        "responses": [name for name in plain if sampled[name][0] != plain[name][0]],
-        "first": [next((i for i, (x, y) in enumerate(zip(sampled[n][1], plain[n][1])) if x != y), -1) for n in plain],
         "tokens": sum(len(tokens) for tokens, _ in sampled.values()),
         "proposed": proposed,
         "accepted": accepted,
+        "wrong": count_wrong(drafts, PROMPTS[1] + sampled["alone"][0]),
     }
 print(json.dumps(result))
