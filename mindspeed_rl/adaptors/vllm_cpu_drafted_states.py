@@ -2,14 +2,16 @@
 
 | patch | symbol | why |
 |---|---|---|
-| a token at a time | `gdn_attention._cpu_gdn_attention_spec_aware` | engines with drafts have other kernels: a convolution that \
-rounds before and after SiLU, and a recurrence whose last bits differ, so that drafts change responses |
-| states of the convolution | the same | where requests have different numbers of draft tokens, the states that it keeps end at \
-the wrong token |
+| a token at a time | `gdn_attention._cpu_gdn_attention_spec_aware` | engines with drafts have other kernels: a convolution \
+that rounds before and after SiLU, and a recurrence whose last bits differ, so that drafts change responses |
+| states of the convolution | the same | where requests of a step have different numbers of drafts, the states that it keeps \
+end at the wrong token |
+| prompts of one token | `GDNAttentionMetadataBuilder.build` | the scheduler pads them with drafts, and then their states are \
+those of an earlier request; the metadata says which they are |
 
 Here the kernels of an engine without drafts compute the drafted tokens, one position of all requests after the other. A request
-keeps the states of vLLM's layout: of the recurrence, the state after each of its tokens in a slot of its own; of the convolution,
-the inputs of all tokens in one row, of which those up to the last accepted token are read.
+keeps its states as vLLM lays them out: of the recurrence, the state after each of its tokens in a slot of its own; of the
+convolution, the inputs of all tokens in one row, of which those up to the last accepted token are read.
 
 It can go when both kernels of vLLM agree to the bit; `tests/unit/adaptors` compares responses with and without drafts.
 """
@@ -69,10 +71,8 @@ class _Layer:
         from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
         self._layer = layer
-        self.window, self.states = window.transpose(1, 2).contiguous(), states
-        if is_conv_state_dim_first():
-            self.window = window.contiguous()
-        self.kv_cache = self.window, self.states
+        kept = window if is_conv_state_dim_first() else window.transpose(1, 2)
+        self.kv_cache = kept.contiguous(), states
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -124,7 +124,8 @@ class _Step:
         described = replace(
             metadata, spec_sequence_masks=None, num_accepted_tokens=None, non_spec_state_indices_tensor=indices
         )
-        gdn_attention._cpu_gdn_attention_nonspec(layer, described, *(given[tokens] for given in self.given), out)
+        mixed_qkv, b, a = (given[tokens] for given in self.given)
+        gdn_attention._cpu_gdn_attention_nonspec(layer, described, mixed_qkv, b, a, out)
         self.out[tokens] = out
         return gdn_attention._conv_buffer_view(layer)
 

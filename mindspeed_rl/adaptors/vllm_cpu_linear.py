@@ -134,7 +134,7 @@ def _pack_convolutions_in_each_step() -> None:
         kernel: Any = getattr(gdn_attention, name)
 
         def convolve(*, x: Tensor, weight: Tensor, is_weight_packed: bool, **named: Any) -> Tensor:
-            # the kernel of prompts refuses one token alone, whose matrix is contiguous either way: it gets another, and skips it
+            # the kernel of prompts refuses one token alone, whose matrix is contiguous either way: it gets another to skip
             wide = nn.functional.pad(x.T, (0, 0, 0, 1)).T if name == _OF_PROMPTS and x.size(1) == 1 else x
             out = kernel(x=wide, weight=weight.view(weight.size(0), -1), is_weight_packed=False, **named)
             return out if wide is x else out[:, :1]
