@@ -50,6 +50,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_steps",
         "mindspeed_rl.adaptors.vllm_cpu_adapters",
         "mindspeed_rl.adaptors.vllm_cpu_kernels",
+        "mindspeed_rl.adaptors.vllm_cpu_drafted_states",
         "mindspeed_rl.adaptors.vllm_cpu_vision",
         "mindspeed_rl.adaptors.model_classes",
         "mindspeed_rl.adaptors.vllm_dummy_weights",

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from mindspeed_rl.adaptors import cpu_halves
 from mindspeed_rl.config.device_limits import PACKED_ELEMENTS
 
+#: kernel of vLLM's convolution for prompts
+_OF_PROMPTS = "_causal_conv1d_fwd_cpu"
 #: numbers of rows for which oneDNN keeps a compiled product
 KEPT_SHAPES = 32
 
@@ -131,12 +133,15 @@ def _pack_convolutions_in_each_step() -> None:
     def replace(name: str) -> None:
         kernel: Any = getattr(gdn_attention, name)
 
-        def convolve(*, weight: Tensor, is_weight_packed: bool, **named: Any) -> Tensor:
-            return kernel(weight=weight.view(weight.size(0), -1), is_weight_packed=False, **named)
+        def convolve(*, x: Tensor, weight: Tensor, is_weight_packed: bool, **named: Any) -> Tensor:
+            # the kernel of prompts refuses one token alone, whose matrix is contiguous either way: it gets another to skip
+            wide = nn.functional.pad(x.T, (0, 0, 0, 1)).T if name == _OF_PROMPTS and x.size(1) == 1 else x
+            out = kernel(x=wide, weight=weight.view(weight.size(0), -1), is_weight_packed=False, **named)
+            return out if wide is x else out[:, :1]
 
         setattr(gdn_attention, name, convolve)
 
-    replace("_causal_conv1d_fwd_cpu")
+    replace(_OF_PROMPTS)
     replace("_causal_conv1d_update_cpu")
 
 

@@ -36,6 +36,8 @@ _CLASSES = (
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5MTP",
+    "Qwen3_5MoeMTP",
 )
 _PACKAGE = "torchvision"
 

@@ -217,7 +217,7 @@ def _wrap_sampler(sampler: Any) -> None:
 # ---------------------------------------------------------------------- prediction layers
 
 #: weights that a policy and its prediction layers have in common
-_COMMON = ("model.embed_tokens.weight", "lm_head.weight")
+_COMMON = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "lm_head.weight")
 
 
 class ModelWithDrafts(nn.Module):

@@ -147,9 +147,13 @@ def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1
     return 2 * layers * heads * model_config.kv_channels * itemsize
 
 
-def state_bytes_per_sequence(linear: LinearAttention | None, itemsize: int, tensor: int = 1) -> int:
-    """Return the bytes of the states of a sequence of any length on one of `tensor` ranks; 0 without gated delta nets."""
-    return 0 if linear is None else linear.count_state_bytes(itemsize, tensor)
+def state_bytes_per_sequence(linear: LinearAttention | None, itemsize: int, tensor: int = 1, drafts: int = 0) -> int:
+    """Return the bytes of the states of a sequence of any length on one of `tensor` ranks; 0 without gated delta nets.
+
+    Args:
+        drafts: draft tokens of a step, each of which has states of its own until it is accepted.
+    """
+    return 0 if linear is None else linear.count_state_bytes(itemsize, tensor, drafts)
 
 
 def read_kv_bytes(folder: str | Path, itemsize: int) -> int:

@@ -87,14 +87,15 @@ class LinearAttention:
         wide = 4 * keys + 3 * values + LINEAR_CHUNK * self.num_value_heads
         return self.num_key_heads * sum(self.convolved) + 3 * values + 4 / itemsize * wide
 
-    def count_state_bytes(self, itemsize: int, tensor: int = 1) -> int:
+    def count_state_bytes(self, itemsize: int, tensor: int = 1, drafts: int = 0) -> int:
         """Count the bytes of the states of a sequence of any length on one of `tensor` ranks.
 
-        A state is in float32; next to it are the last tokens that the convolution sees.
+        A state is in float32; next to it are the last tokens that the convolution sees. With `drafts` in a step both are kept
+        once more for each of them, and the tokens of the convolution reach back over all.
         """
         state = self.num_value_heads * self.key_head_dim * self.value_head_dim * 4
-        window = self.num_key_heads * sum(self.convolved) * (self.conv_kernel_dim - 1) * itemsize
-        return len(self.layers) * (state + window) // tensor
+        window = self.num_key_heads * sum(self.convolved) * (self.conv_kernel_dim - 1 + drafts) * itemsize
+        return len(self.layers) * (1 + drafts) * (state + window) // tensor
 
 
 @dataclass(frozen=True)

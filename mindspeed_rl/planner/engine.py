@@ -109,15 +109,15 @@ def plan_engine(run: RunShape) -> Engine | None:
     draft //= tensor
     token = kv_bytes_per_token(model_config, generate.cache_itemsize, tensor) + draft_token // tensor
     linear = model_config.linear_attention
-    sequence = token * generate.max_model_len + state_bytes_per_sequence(linear, itemsize, tensor)
+    drafted = generate.num_draft_tokens
+    sequence = token * generate.max_model_len + state_bytes_per_sequence(linear, itemsize, tensor, drafted)
     rows = max(generate.max_num_batched_tokens, generate.max_num_seqs)
     inner = model_config.ffn_hidden_size
     if model_config.moe_layers:
         inner = model_config.moe_router_topk * (model_config.moe_ffn_hidden_size or 0)
     step = int(rows * (4 * model_config.hidden_size + 3 * inner / tensor) * itemsize)
     # the sampler's rows, with the drafts' rows: logits, their float32 form and the log-probs, of the full vocabulary
-    sampled = 1 + int(str((generate.drafts or {}).get("num_speculative_tokens") or 0))
-    step += min(generate.max_num_seqs * sampled, rows) * model_config.vocab_size * 12
+    step += min(generate.max_num_seqs * (1 + drafted), rows) * model_config.vocab_size * 12
     if itemsize == 2 and (generate.fp32_lm_head or run.cfg.actor_config.fp32_lm_head):
         step += 4 * model_config.hidden_size * min(HEAD_ROWS, model_config.vocab_size // tensor)
     if (tower := TowerCosts.count(architecture, model_config)) is not None:
@@ -128,7 +128,7 @@ def plan_engine(run: RunShape) -> Engine | None:
     if generate.engine == "transformers":  # caches come and go with their responses
         room = sequence * generate.max_num_seqs
     elif not run.device.sleeps:
-        states = state_bytes_per_sequence(linear, itemsize)
+        states = state_bytes_per_sequence(linear, itemsize, drafts=drafted)
         room = cpu_cache_bytes(generate, kv_bytes_per_token(model_config, generate.cache_itemsize) + draft_token, states)
     else:
         room = int(generate.gpu_memory_utilization * run.device.visible) - weights - adapters - draft - step

@@ -173,7 +173,8 @@ def _measure_cpu_cache(config: GenerateConfig, hf_config: Mapping[str, Any], kv_
     state_bytes = 0
     if "linear_num_value_heads" in hf_config:
         linear = read_linear_attention(hf_config, hf_config["num_hidden_layers"])
-        state_bytes = state_bytes_per_sequence(linear, 4 if config.dtype == "float32" else 2)
+        itemsize = 4 if config.dtype == "float32" else 2
+        state_bytes = state_bytes_per_sequence(linear, itemsize, drafts=config.num_draft_tokens)
     kv_bytes_per_token += read_draft_bytes(config, config.cache_itemsize)[1]
     return cpu_cache_bytes(config, kv_bytes_per_token, state_bytes)
 

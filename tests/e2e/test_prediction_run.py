@@ -53,6 +53,26 @@ def predicting_task(folder: Path) -> Path:
     return task
 
 
+def predicting_hybrid_task(folder: Path) -> Path:
+    """The same for a tiny Qwen3.5, in which every second layer is a gated delta net."""
+    task = make_other_task(folder, "qwen3.5")
+    path, generator = task / "model" / "model.safetensors", torch.Generator().manual_seed(4)
+    tensors = load_file(path)
+    layer = {
+        name.replace("model.layers.1.", "mtp.layers.0."): tensor.clone()
+        for name, tensor in tensors.items()
+        if ".layers.1." in name
+    }
+    hidden = tensors["model.norm.weight"].numel()
+    # norms multiply by 1 + weight
+    layer |= {f"mtp.{name}.weight": torch.zeros(hidden) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    layer["mtp.fc.weight"] = 0.1 * torch.randn(hidden, 2 * hidden, generator=generator)
+    save_file(tensors | layer, path, {"format": "pt"})
+    config = task / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"mtp_num_hidden_layers": 1}))
+    return task
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return predicting_task(tmp_path_factory.mktemp("task"))
@@ -115,6 +135,23 @@ def test_the_layer_that_trains_makes_the_drafts_of_an_engine_and_of_servers(task
         for name in ("rollout/proven_parameters", "rollout/draft_acceptance"):
             assert column(run, name) == column(runs[0], name)
     assert max(column(runs[0], "rollout/draft_acceptance")) > 0
+
+
+@pytest.mark.slow
+def test_drafts_over_gated_delta_nets_change_no_token(tmp_path: Path) -> None:
+    """The layer that trains makes them, in an engine and in a server."""
+    task = predicting_hybrid_task(tmp_path / "task")
+    keys = [*_KEYS, "actor_config.bf16=true", "generate_config.dtype=bfloat16", "rl_config.log_probs_diff_limit=0.5"]
+    # of no effect: with drafts responses end in another order, and a trainer in bfloat16 rounds another order otherwise
+    keys += ["actor_config.lr=1e-12", "actor_config.min_lr=0"]
+    plain = finished(task, tmp_path / "plain", *keys)
+    server = [*_DRAFTS, *_SERVERS, "rl_config.rollout_resource.num_npus=1"]
+    for name, changes in (("engine", _DRAFTS), ("server", server)):
+        run = finished(task, tmp_path / name, *keys, *changes)
+        assert samples(run) == samples(plain), name
+        assert max(record["rollout/draft_acceptance"] for record in run.metrics) > 0, name
+        proven = [min(record["rollout/proven_parameters"] for record in command.metrics) for command in (run, plain)]
+        assert proven[0] > proven[1], name
 
 
 @pytest.mark.slow

@@ -219,3 +219,9 @@ class GenerateConfig:
         if settings.get("method") == "suffix":
             settings.setdefault("num_speculative_tokens", _SUFFIX_TOKENS)
         return settings
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens of a response in a step at most; 1 where the draft's config.json has the number, 0 without drafts."""
+        tokens = self.drafts and self.drafts.get("num_speculative_tokens", 1)
+        return tokens if isinstance(tokens, int) else 0

@@ -13,6 +13,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS, RLConfig
 from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
+from mindspeed_rl.files import read_json
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE
 from mindspeed_rl.run.rules.quantized_models import UNQUANTIZED_DENSE, explain_actor
@@ -439,6 +440,19 @@ def _draft_keys(drafts: Mapping[str, object]) -> Iterator[Broken]:
     if _DRAFT_METHODS[method] and method != "mtp" and not has_files:
         text = f"is {model!r}, but must be the folder of the draft's config.json and weights"
         yield _reject_draft(drafts, "model", text)
+    elif method == "draft_model" and _has_states(folder):
+        text = f"is {model!r}, a model with linear attention, whose states the engine keeps for a policy only; use method: mtp"
+        yield _reject_draft(drafts, "model", text)
+
+
+def _has_states(folder: Path) -> bool:
+    """Whether the model of a folder has layers that keep a state of a sequence instead of keys and values."""
+    try:
+        shape = read_json(folder / "config.json")
+    except ValueError:  # the engine reports it
+        return False
+    text = shape.get("text_config") if isinstance(shape.get("text_config"), dict) else shape
+    return any(name in text for name in ("linear_num_value_heads", "mamba_num_heads", "mamba_d_state"))
 
 
 def _unlike_drafts(run: Run, is_model: bool) -> Iterator[Broken]:
@@ -460,10 +474,10 @@ def _unlike_drafts(run: Run, is_model: bool) -> Iterator[Broken]:
         key = "generate_config.infer_expert_parallel_size"
         text = f"{key} cannot be combined with a draft model ({_DRAFTS}.model)"
         yield violate("speculative_config", text, _OFF, keys={key: "..."})
-    if metadata is not None and metadata.shape.linear_heads:
+    if metadata is not None and metadata.shape.linear_heads and run.config.platform not in ("cpu", "auto"):
         text = (
-            "cannot be used with this model: for drafts vLLM has other kernels of its gated delta nets (convolution and "
-            "recurrence), which round otherwise, and responses would change"
+            "cannot be used with this model on this platform: for drafts the engine has other kernels of its gated delta nets "
+            "(convolution and recurrence), which no run has compared there"
         )
         yield violate("speculative_config", f"{_DRAFTS} {text}", _OFF, keys=_OFF)
 

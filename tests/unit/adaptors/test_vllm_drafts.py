@@ -65,6 +65,19 @@ def test_responses_are_those_without_drafts_whatever_makes_the_drafts(tmp_path: 
     assert result["alone"]["again"][1] == result["alone"]["again"][2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_drafts_over_gated_delta_nets_change_no_bit(family: str, tmp_path: Path) -> None:
+    """In bfloat16; requests of a step have one token, several, or are at their prompts, of which one has a token alone."""
+    result = _run("drafted_states.py", family, tmp_path, "none", "ngram", "suffix", "mtp")
+    assert result["none"]["tokens"] > 1000
+    for kind in ("ngram", "suffix", "mtp"):
+        assert result[kind]["different"] == [] and 0 < result[kind]["accepted"] < result[kind]["proposed"], kind
+    # the layer's most likely token, by transformers in float32; in bfloat16 two may be as likely
+    wrong, count = result["mtp"]["wrong"]
+    assert count > 40 and wrong < 0.1 * count
+
+
 def test_a_suffix_draft_is_what_followed_the_longest_match_in_the_group() -> None:
     drafts = _SuffixDrafts(max_tokens=8)
     drafts.start("a", [1, 2, 3])

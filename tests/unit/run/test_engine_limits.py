@@ -127,6 +127,24 @@ def test_a_model_block_has_delta_nets_as_config_json_has(tmp_path: Path) -> None
     assert "linear_num_key_heads (16) must be divisible by" in str(next(i for i in split if i.rule == "rollout.linear_heads"))
 
 
+def test_gated_delta_nets_have_drafts_on_the_cpu_and_no_draft_model_is_one(tmp_path: Path) -> None:
+    def said(platform: str, config: dict[str, Any], **drafts: Any) -> list[str]:
+        generate = {"dtype": "bfloat16", "speculative_config": {"num_speculative_tokens": 2, **drafts}}
+        keys: dict[str, Any] = {"megatron_training": {"bf16": True}, "generate_config": generate}
+        return [str(item) for item in validate(run(tmp_path / "m", config, **keys, platform=platform))]
+
+    assert said("cpu", HYBRID, method="suffix") == []
+    for platform in ("npu", "cuda"):
+        (found,) = said(platform, HYBRID, method="suffix")
+        assert "generate_config.speculative_config cannot be used with this model on this platform" in found
+    for name, config in (("plain", PLAIN), ("states", HYBRID), ("tower", {"text_config": HYBRID})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+        found = said("cpu", PLAIN, method="draft_model", model=str(tmp_path / name))
+        assert len(found) == (name != "plain") and all("linear attention" in text and "method: mtp" in text for text in found)
+
+
 #: names of the number of experts in config.json
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
