@@ -29,13 +29,15 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
     "mxfp8": {
         "test_rollout.test_mxfp8_experts_of_a_950_have_the_log_probs_of_their_definition_after_every_sync": ("qwen3_moe",),
         "test_rollout.test_mxfp8_of_a_family_on_a_950_has_the_log_probs_of_its_definition": (
-            *("qwen2_moe", "mixtral", "glm4_moe", "ernie4_5_moe", "hy_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+            *("qwen2_moe", "mixtral", "glm4_moe", "ernie4_5_moe", "hy_v3", "deepseek_v2"),
+            *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
         ),
+        "test_rollout.test_latent_attention_in_mxfp8_has_the_log_probs_of_its_definition": ("deepseek_v3",),
         TOWERS: ("qwen2_5_vl", "qwen3_vl"),
     },
     "w4a8": {
         "test_rollout.test_int4_experts_of_a_family_have_the_log_probs_of_their_definition": (
-            *("qwen2_moe", "mixtral", "ernie4_5_moe", "hy_v3", "qwen3_next", "qwen3_5_moe"),
+            *("qwen2_moe", "mixtral", "glm4_moe", "ernie4_5_moe", "hy_v3", "deepseek_v2", "qwen3_next", "qwen3_5_moe"),
         ),
         "test_rollout.test_int4_experts_next_to_int8_have_the_log_probs_of_their_definition_after_every_sync": ("qwen3_moe",),
         "test_rollout.test_int4_experts_have_the_log_probs_of_their_definition_combined_with": ("deepseek_v3",),
