@@ -19,21 +19,17 @@ _ON_CPU = (
 #: value of the key -> those of them that vllm-ascend has quantized in a run on the simulated NPU
 _ON_NPU: dict[str, tuple[str, ...]] = {
     "int8": (
-        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hy_v3"),
+        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
         *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     ),
     "mxfp8": (
-        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hy_v3"),
+        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
         *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl"),
     ),
     "w4a8": (
-        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hy_v3"),
+        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
         *("qwen3_next", "qwen3_5_moe"),
     ),
-}
-#: family -> why vllm-ascend has not, where that is known
-_ABSENT_ON_NPU = {
-    "minimax_m2": "its attention calls an operator that vllm-ascend has with Triton only, which the simulated NPU lacks",
 }
 #: reason of `explain_unquantized` for models without experts in a format that only experts have
 UNQUANTIZED_DENSE = (
@@ -68,8 +64,7 @@ def explain_unquantized(name: str, model_config: ModelConfig, quantization: str,
         if not odd:
             return ""
         return f"for experts on npu whose rows are no multiples of {PAIRED_EXPERTS} elements ({', '.join(odd)}); set int8"
-    absent = _ABSENT_ON_NPU.get(name, "no run has proven its layout")
-    unproven = f", on npu: {absent}" if platform == "npu" else ""
+    unproven = ", on npu: no run has proven its layout" if platform == "npu" else ""
     listed = ", ".join(supported_families) or "none"
     return f"for {name}, which has {has[0]}{unproven}; among such models it has {listed}; leave it out"
 

@@ -226,22 +226,19 @@ def quantize_reference(
             module.register_forward_hook(partial(linear, parts=ranks if end in ROW_PARALLEL else 1))
 
 
-class Replay:
-    """Experts of an engine that the routers of a transformers model take while they are set, weighed by their own softmax."""
+class Noise:
+    """Random errors as large as those of bfloat16 in what the modules of a model return, while `size` is set."""
 
     def __init__(self, reference: Any) -> None:
-        self.chosen: Tensor | None = None
-        routers = [module for name, module in reference.named_modules() if name.endswith(".mlp.gate")]
-        for layer, router in enumerate(routers):
-            router.register_forward_hook(partial(self._route, layer))
+        self.size = 0.0
+        for module in reference.modules():
+            if not list(module.children()):
+                module.register_forward_hook(self._disturb)
 
-    def _route(self, layer: int, router: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if self.chosen is None:
+    def _disturb(self, module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if not self.size or not isinstance(output, Tensor) or not output.is_floating_point():
             return output
-        logits, scores, _ = output
-        experts = self.chosen[:, layer]
-        weights = logits.softmax(-1, torch.float32).gather(1, experts)
-        return logits, (weights / weights.sum(-1, keepdim=True)).to(scores.dtype), experts
+        return output * (1 + self.size * (2 * torch.rand_like(output) - 1))
 
 
 class QuantizedSync:

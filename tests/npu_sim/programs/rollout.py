@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import MODELS
-from quantized_reference import OtherTorch, QuantizedSync, Replay, Sides, quantize_float32, quantize_reference, return_float32
+from quantized_reference import Noise, OtherTorch, QuantizedSync, Sides, quantize_float32, quantize_reference, return_float32
 from ranks import rank_settings, report
 
 PROMPTS = ([11, 12, 13, 14, 15], [40, 41], [7] * 20, [100, 3, 9, 77, 5, 61, 33])
@@ -72,36 +72,34 @@ def count_decode(engine: Any, requests: int) -> list[int]:
     return [(more - few) // 2 for few, more in zip(*totals[1:])]
 
 
-def compare_replayed(engine: Any, requests: list[Any], prompts: list[list[int]], reference: Any) -> dict[str, Any]:
-    """Return the differences of log-probs, by the reference's own experts and by the engine's.
+#: relative error of a number in bfloat16, and draws of errors
+BF16_ROUNDING, DRAWS = 2.0**-9, 16
+
+
+def compare_disturbed(engine: Any, requests: list[Any], prompts: list[list[int]], reference: Any) -> dict[str, Any]:
+    """Return how far log-probs of an engine in bfloat16 are from the definition, and how far bfloat16 moves the definition.
 
     Returns:
-        "plain" and "cut" (a temperature of 0.7, `min_p`) -> of each token both differences, and 1 where a token up to it has
-        other experts.
+        "plain" and "cut" (a temperature of 0.7, `min_p`) -> of each token both, the second as the largest of some draws.
     """
     from mindspeed_rl.rollout.requests import Sampling
 
-    replay, results = Replay(reference), {}
+    noise, results = Noise(reference), {}
     for name, sampling in (("plain", Sampling(1.0, NEW_TOKENS, (1,))), ("cut", Sampling(0.7, NEW_TOKENS, (1,), min_p=0.05))):
         results[name] = []
         for prompt, completion in zip(prompts, engine.generate(requests, sampling)):
             row, columns = torch.tensor([[*prompt, *completion.token_ids]]), torch.tensor(completion.token_ids)[:, None]
-            engines = torch.from_numpy(completion.routing).long()
-            # the last token has chosen nothing yet, and no log-prob follows from it
-            experts, gaps = torch.cat([engines, engines[-1:]]), []
-            for chosen in (None, experts):
-                replay.chosen = chosen
+            found = []
+            for draw in range(1 + DRAWS):
+                torch.manual_seed(draw)
+                noise.size = BF16_ROUNDING if draw else 0.0
                 with torch.no_grad():
-                    output = reference(row, output_router_logits=True)
-                logits = output.logits[0, len(prompt) - 1 : -1].float()
-                own = (logits / sampling.temperature).log_softmax(-1).gather(1, columns)[:, 0]
-                gaps.append((own - torch.tensor(completion.log_probs)).abs().tolist())
-                if chosen is None:
-                    routers = torch.stack(output.router_logits, 1)[:-1]
-                    wanted = routers.topk(engines.shape[-1]).indices.sort(-1).values
-                    differs = (wanted != engines.sort(-1).values).flatten(1).any(1).int().cummax(0).values
-            replay.chosen = None
-            results[name] += [list(entry) for entry in zip(*gaps, differs[len(prompt) - 1 :].tolist())]
+                    logits = reference(row).logits[0, len(prompt) - 1 : -1].float()
+                found.append((logits / sampling.temperature).log_softmax(-1).gather(1, columns)[:, 0])
+            noise.size = 0.0
+            gaps = (found[0] - torch.tensor(completion.log_probs)).abs()
+            moved = (torch.stack(found[1:]) - found[0]).abs().amax(0)
+            results[name] += torch.stack([gaps, moved], 1).tolist()
     return results
 
 
@@ -113,8 +111,8 @@ def main() -> None:
     share experts; without it each has all of them), prompts (of each rank, the numbers of those it answers), experts_of_devices
     (of each layer; for `expert_map_path`), routing (whether the experts of each token are reported), sampling (several groups
     of keys of sampling_config, for greedy responses), delta (syncs of quantized weights write what changed), seed of weights,
-    counts (False without the kernels of a token), replays (the reference once more, with the engine's experts), longest (tokens
-    of the first prompt in place of its own).
+    counts (False without the kernels of a token), disturbed (the reference with errors of bfloat16 too), longest (tokens of the
+    first prompt in place of its own).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
@@ -296,8 +294,8 @@ def main() -> None:
     # vLLM applies min_p to no draft
     cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.0 if "drafts" in settings else 0.05))
     result["worst_cut"] = max(gaps([(completion.token_ids, completion.log_probs) for completion in cut], 0.7))
-    if settings.get("replays"):
-        result |= compare_replayed(engine, requests, prompts, reference)
+    if settings.get("disturbed"):
+        result |= compare_disturbed(engine, requests, prompts, reference)
     for version in range(1, 1 + settings.get("rounds", 2)):
         if version > 1:  # all that a push writes need not be kept
             every = lambda model: [  # noqa: E731

@@ -12,6 +12,7 @@ from mindspeed_rl.run.rules.quantized_models import explain_unquantized
 
 SIMULATED = Path(__file__).parents[2] / "npu_sim"
 TOWERS = "test_vision.test_the_engine_of_the_npu_quantized_has_the_tower_as_it_was"
+MINIMAX_M2 = "test_rollout.test_minimax_m2_has_the_log_probs_of_its_definition_after_every_sync"
 LATENT = "test_rollout.test_int8_with_latent_attention_and_shared_experts_has_the_log_probs_of_their_definition"
 #: format -> test of tests/npu_sim -> the families that it compares with the format's definition
 RUNS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -21,6 +22,7 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
             *("qwen2_moe", "mixtral", "glm4_moe", "ernie4_5_moe", "hy_v3", "deepseek_v2"),
         ),
         LATENT: ("deepseek_v3",),
+        MINIMAX_M2: ("minimax_m2",),
         "test_rollout.test_delta_nets_in_int8_have_the_log_probs_of_their_definition_after_every_sync": (
             *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
         ),
@@ -33,6 +35,7 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
             *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
         ),
         "test_rollout.test_latent_attention_in_mxfp8_has_the_log_probs_of_its_definition": ("deepseek_v3",),
+        MINIMAX_M2: ("minimax_m2",),
         TOWERS: ("qwen2_5_vl", "qwen3_vl"),
     },
     "w4a8": {
@@ -41,6 +44,7 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_rollout.test_int4_experts_next_to_int8_have_the_log_probs_of_their_definition_after_every_sync": ("qwen3_moe",),
         "test_rollout.test_int4_experts_have_the_log_probs_of_their_definition_combined_with": ("deepseek_v3",),
+        MINIMAX_M2: ("minimax_m2",),
     },
 }
 #: config.json of experts in rows of whole blocks of every format
