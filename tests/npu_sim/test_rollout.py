@@ -656,7 +656,9 @@ def test_int8_of_two_tensor_parallel_ranks_has_the_log_probs_of_its_definition(n
 
 #: further families in int8 whose experts are in slices on two ranks, beside latent attention and delta nets: settings
 INT8_SLICES: dict[str, dict[str, Any]] = {
-    family: {"family": family, "sizes": {} if family == "deepseek_v2" else SMALL} for family in FAMILIES if family != "qwen2_moe"
+    family: {"family": family, "sizes": {} if family == "deepseek_v2" else SMALL}
+    for family in FAMILIES
+    if family != "qwen2_moe"
 } | {model: {"model": model} for model in ("deepseek3_latent", "qwen3_next", "qwen3_5_moe")}
 
 
