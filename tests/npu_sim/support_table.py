@@ -109,6 +109,11 @@ ROWS = (
      "单独运行 vllm-ascend 0.23：gated delta net（Qwen3-Next、稠密与带专家的 Qwen3.5），其 Triton 算子由 Triton 解释器运行："
      "对数概率与 transformers 一致，TP2，计算图；int8 矩阵：对数概率符合其定义",
      ("test_rollout.test_delta_nets",)),
+    ("vllm-ascend 0.23 by itself: MiniMax-M2, its norms over all heads by Triton's interpreter: log-probs of transformers, "
+     "and of the definitions of int8, MXFP8 and int4",
+     "单独运行 vllm-ascend 0.23：MiniMax-M2，其对全部头的归一化由 Triton 解释器运行：对数概率与 transformers 一致，"
+     "并符合 int8、MXFP8 与 int4 的定义",
+     ("test_rollout.test_minimax",)),
     ("vllm-ascend 0.23 by itself on 950: MXFP8 matrices, experts too: log-probs of the definition; A2 refuses them",
      "在 950 上单独运行 vllm-ascend 0.23：MXFP8 矩阵，含专家：对数概率符合其定义；A2 拒绝", ("test_rollout.test_mxfp8",)),
     ("vllm-ascend 0.23 by itself on A2, A3 and 950: exchange of experts that it chooses, and all-gather by key; keys that "

@@ -676,7 +676,7 @@ def test_int8_of_two_ranks_with_delta_syncs_has_the_log_probs_of_its_definition(
 @pytest.mark.slow
 @pytest.mark.extra
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
-def test_reported_int8_experts_of_two_ranks_are_those_that_transformers_chooses(family: str) -> None:
+def test_reported_experts_in_int8_on_two_ranks_are_those_that_transformers_chooses(family: str) -> None:
     settings = {"family": family, "sizes": SMALL, "dtype": "float32", "quantization": "int8", "tensor_parallel": 2}
     for report in run_ranks("rollout", 2, settings | {"routing": True, "rounds": 0}):
         assert report["same_experts"] == [True] * 4 and report["worst"] < 1e-5
