@@ -4,6 +4,7 @@
 |---|---|---|
 | die of the rank | `engine_arguments` | the executor of a single process takes die 0 on every rank; the one for external launchers takes LOCAL_RANK, at tensor size 1 too |
 | no NZ weights | environment and `additional_config` | weights in FRACTAL_NZ cannot be overwritten in place; 0.18 reads the environment only, 0.23 both, and wake_up refuses to run with it |
+| no MLAPO | `additional_config`, check of the environment | of latent attention the fused operator of that name reads copies in FRACTAL_NZ, made when the engine is built, and no sync replaces them. On by default, on a 950: for MXFP8 from 0.23 on, for unquantized weights in 0.26 |
 | no expandable segments | check before building | sleep mode's memory pool asserts on them; a colocated trainer must not export them either |
 | sleep level 2 | `release` | what a weight sync replaces is not copied to the host; see `vllm_ascend_sleep` |
 | expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
@@ -54,8 +55,13 @@ _T = TypeVar("_T")
 #: gets only what it knows. `rl_config.enabled` implies `refresh` and weights without NZ.
 _ADDITIONAL_CONFIG: dict[tuple[int, int], Callable[[bool], dict[str, Any]]] = {
     (0, 18): lambda cleans: {"refresh": True},
-    (0, 23): lambda cleans: {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": cleans},
-    (0, 27): lambda cleans: {"rl_config": {"enabled": True, "sleep_mode_extra_cleanup": cleans}},
+    (0, 23): lambda cleans: {
+        "refresh": True,
+        "weight_nz_mode": 0,
+        "enable_mlapo": False,
+        "enable_sleep_mode_extra_cleanup": cleans,
+    },
+    (0, 27): lambda cleans: {"enable_mlapo": False, "rl_config": {"enabled": True, "sleep_mode_extra_cleanup": cleans}},
 }
 _CLEANS_FROM = (0, 23)
 #: the releases that were read name by name; 0.24 to 0.26 have the interface of 0.23, 0.28 to 0.30 the interface of 0.27
@@ -140,6 +146,10 @@ def check_environment(environment: dict[str, str]) -> None:
         )
     if environment.get("VLLM_ASCEND_ENABLE_FUSED_MC2", "0") != "0":
         raise ValueError("VLLM_ASCEND_ENABLE_FUSED_MC2: forces expert weights into the NZ layout; set it to 0.")
+    if environment.get("VLLM_ASCEND_ENABLE_MLAPO", "0") != "0":
+        raise ValueError(
+            "VLLM_ASCEND_ENABLE_MLAPO: copies weights of latent attention, and no weight update reaches the copies; unset it."
+        )
 
 
 def check_allocator(environment: dict[str, str]) -> None:

@@ -7,8 +7,9 @@ FRACTAL_NZ at load, whatever `weight_nz_mode` says, for the one kernel that read
 (`grouped_matmul_swiglu_quant`). In NZ a slice of a matrix is not a strided view, so no sync could write it. The symbol is set \
 to the number of the plain format (ND), and the kernel is switched off (`FUSION`): products, activation and quantization are \
 then operators that take both formats |
-| reported experts | apply and select_experts of the same module | `enable_return_routed_experts` reports the experts of each \
-token, which router replay reads; vllm-ascend does it for experts that are not quantized, and leaves zeros for others |
+| reported experts | apply and select_experts of the same module, and of w8a8_mxfp8 and w4a8 next to it | \
+`enable_return_routed_experts` reports the experts of each token, which router replay reads; vllm-ascend does it for experts \
+that are not quantized, and leaves zeros for others |
 | gates of shared experts | _forward_shared_experts of AscendFusedMoE, from 0.24 on of AscendMoERunner, of \
 vllm_ascend.ops.fused_moe.fused_moe | where shared experts are in int8, vllm-ascend leaves out their gate, which Qwen2-MoE has |
 
@@ -35,9 +36,9 @@ What is loaded is a view of the kernel's memory, or the other way round, so addr
 Scales of MXFP8 layers are no such view: they are loaded into memory of their own and then copied. MXFP8 is loaded as plain
 bytes, because copies between its types would convert numbers.
 
-Looked up in vllm-ascend 0.18 and 0.23 to 0.26. The first patch can go when vllm-ascend
-leaves experts in the plain format for the kernels that take it, the second when int8 experts report what they choose, the third
-when the gate is there; `tests/npu_sim/test_rollout.py` fails without them.
+Looked up in vllm-ascend 0.18 and 0.23 to 0.26. The first patch can go when vllm-ascend leaves experts in the plain format for
+the kernels that take it, the second when quantized experts report what they choose, the third when the gate is there;
+`tests/npu_sim/test_rollout.py` fails without them.
 
 Not verified on NPU hardware.
 """
@@ -65,14 +66,20 @@ UNFUSED = ("int8", "w4a8")
 _SCHEMES = {"int8": "W8A8_DYNAMIC", "mxfp8": "W8A8_MXFP8", "w4a8_dynamic": "W4A8_DYNAMIC"}
 #: further keys of a model's description, for models with experts in int4
 _INT4_KEYS = {"version": "1.0.0", "group_size": QUANTIZED_FORMATS["w4a8_dynamic"].block}
-_METHODS = "vllm_ascend.quantization.methods.w8a8_dynamic"
+_METHODS = "vllm_ascend.quantization.methods"
+_INT8 = f"{_METHODS}.w8a8_dynamic"
 _CAST = "ACL_FORMAT_FRACTAL_NZ"
-_INT8_EXPERTS = "AscendW8A8DynamicFusedMoEMethod"
+#: module -> its class of quantized experts
+_SCHEMES_OF_EXPERTS = {
+    _INT8: "AscendW8A8DynamicFusedMoEMethod",
+    f"{_METHODS}.w8a8_mxfp8": "AscendW8A8MXFP8DynamicFusedMoEMethod",
+    f"{_METHODS}.w4a8": "AscendW4A8DynamicFusedMoEMethod",
+}
 _LAYER = "vllm_ascend.ops.fused_moe.fused_moe"
 _SHARED = "_forward_shared_experts"
 #: classes that compute shared experts: of 0.23, and of 0.24 to 0.26
 _OWNERS = ("AscendFusedMoE", "AscendMoERunner")
-#: releases whose int8 experts are chosen by `select_experts` of their module, and whose runner marks layers that report
+#: releases whose quantized experts are chosen by `select_experts` of their module, and whose runner marks layers that report
 _REPORTING = ((0, 23), (0, 24), (0, 25), (0, 26))
 #: last release with a scale of int4 per group
 _LAST_WITH_GROUPS = (0, 26)
@@ -89,7 +96,7 @@ _CHUNK = 1 << 26
 def keep_plain_format() -> None:
     """Let int8 experts stay in the plain format when they are loaded, which `after_load` checks. Idempotent."""
     try:
-        module: Any = importlib.import_module(_METHODS)
+        module: Any = importlib.import_module(_INT8)
     except ImportError:
         return  # of a release that has int8 elsewhere
     if hasattr(module, _CAST):
@@ -97,12 +104,23 @@ def keep_plain_format() -> None:
 
 
 def report_experts() -> None:
-    """Let layers of int8 experts report the experts of each token, where the engine reports them. Idempotent."""
-    try:
-        module: Any = importlib.import_module(_METHODS)
-    except ImportError:
-        return  # of a release that has int8 elsewhere
-    scheme, select = getattr(module, _INT8_EXPERTS, None), getattr(module, "select_experts", None)
+    """Let layers of quantized experts report the experts of each token, where the engine reports them. Idempotent."""
+    for name, scheme in _SCHEMES_OF_EXPERTS.items():
+        try:
+            module: Any = importlib.import_module(name)
+        except ImportError:
+            continue  # of a release that has this format elsewhere, or not at all
+        _report_experts_of(module, getattr(module, scheme, None))
+
+
+def _report_experts_of(module: Any, scheme: Any) -> None:
+    """Let the experts of one format report.
+
+    Args:
+        module: it has the function that chooses experts.
+        scheme: class of the format's experts in it; None where this release has none.
+    """
+    select = getattr(module, "select_experts", None)
     if scheme is None or select is None or select.__module__ == __name__:
         return  # `check_release` refuses releases without them where experts are to be reported
     compute = scheme.apply
@@ -116,7 +134,7 @@ def report_experts() -> None:
         try:
             result = compute(self, layer, *arguments, **keywords)
             if computed:
-                raise RuntimeError("these int8 experts were chosen by another function than select_experts, and not reported")
+                raise RuntimeError("quantized experts were chosen by another function than select_experts, and not reported")
             return result
         finally:
             computed.clear()

@@ -97,6 +97,8 @@ QUANTIZED_FORMATS: dict[str, QuantizedFormat] = {
 }
 #: value of `generate_config.quantization` -> device kind -> its format there
 _FORMATS_OF_KINDS = {"w4a8": {"npu": "w4a8_dynamic"}}
+#: elements of a row of an expert in MXFP8 whose scales engines on NPUs store together: of two blocks
+PAIRED_EXPERTS = 64
 #: values of `generate_config.quantization`
 QUANTIZATIONS = ("int8", "mxfp8", "w4a8")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
+from mindspeed_rl.config.quantized_formats import PAIRED_EXPERTS, QUANTIZED_FORMATS, find_format
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig
@@ -64,12 +64,14 @@ def explain_divided_blocks(
             block = QUANTIZED_FORMATS[name_matrix_format(name, form)].block
             if block is None:
                 continue
-            for side, ranks in (("trainer", trained), ("rollout engine", served)):
+            # engines on NPUs store the scales of two blocks of an expert together
+            pair = PAIRED_EXPERTS if platform == "npu" and form == "mxfp8" and _EXPERT.search(name) else block
+            for side, ranks, size in (("trainer", trained, block), ("rollout engine", served, pair)):
                 count = ranks[op.axis] if split.dim == 1 else 1
-                if shape[1] % (block * count):
+                if shape[1] % (size * count):
                     return (
-                        f"without a multiple of {block} elements of a row on each rank: {name} has {shape[1]}, on {count} "
-                        f"tensor-parallel ranks of the {side}; use {'fewer ranks' if shape[1] % block == 0 else 'int8'}, or "
+                        f"without a multiple of {size} elements of a row on each rank: {name} has {shape[1]}, on {count} "
+                        f"tensor-parallel ranks of the {side}; use {'fewer ranks' if shape[1] % size == 0 else 'int8'}, or "
                         "leave it out"
                     )
     return ""

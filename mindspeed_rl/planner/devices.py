@@ -12,7 +12,7 @@ from mindspeed_rl.models.quantized_names import explain_divided_blocks
 from mindspeed_rl.planner.machine_memory import read_machine_memory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.rules.quantized_models import explain_unquantized
-from mindspeed_rl.run.rules.rollout_rules import explain_block_experts, explain_quantization
+from mindspeed_rl.run.rules.rollout_rules import explain_quantization, explain_sent_experts
 
 GIB = 1 << 30
 #: fraction of a machine's memory at which Ray begins to end workers
@@ -170,8 +170,7 @@ def list_device_obstacles(run: Run, device: Device, plan: ModelPlan | None = Non
         reasons.append(explain_unquantized(plan.architecture.name, plan.model_config, generate.quantization, kind))
         reasons.append(explain_divided_blocks(plan.architecture, plan.model_config, plan.layout, generate, kind))
         if kind == "npu" and plan.model_config.moe_layers:
-            replay = "disabled" if cfg.rl_config is None else cfg.rl_config.router_replay.mode
-            reasons += [reason for _, reason in explain_block_experts(generate, replay)]
+            reasons.append(explain_sent_experts(generate))
     return [f"{key} {reason}" for reason in dict.fromkeys(reasons) if reason]
 
 

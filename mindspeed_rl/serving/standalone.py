@@ -33,7 +33,7 @@ from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, check_engine
-from mindspeed_rl.run.rules.rollout_rules import explain_block_experts
+from mindspeed_rl.run.rules.rollout_rules import explain_sent_experts
 from mindspeed_rl.runtime.process import prepare_process
 from mindspeed_rl.serving.call_bodies import read_arguments
 from mindspeed_rl.serving.rollout_service import RolloutService
@@ -93,7 +93,7 @@ def serve(
         os.environ[VISION_VARIABLE] = "1"
     has_experts = metadata is not None and bool(metadata.shape.num_experts)
     if generate.quantization is not None and device.name == "npu" and has_experts:
-        for _, reason in explain_block_experts(generate, "disabled"):
+        if reason := explain_sent_experts(generate):
             raise RuntimeError(f"--quantization {generate.quantization} is not available {reason}")
     if metadata is not None:
         _check_model(folder, generate, metadata.shape, device.name)

@@ -116,6 +116,11 @@ ROWS = (
      "单独运行 vllm-ascend 0.23：已发布的 Qwen3.5 不构建视觉塔，稠密与带专家，int8、MXFP8 与 W4A8，TP2，"
      "共享专家，计算图：对数概率符合其定义",
      ("test_rollout.test_published",)),
+    ("vllm-ascend 0.23 by itself: MiniMax-M2, its norms over all heads by Triton's interpreter: log-probs of transformers, "
+     "and of the definitions of int8, MXFP8 and int4",
+     "单独运行 vllm-ascend 0.23：MiniMax-M2，其对全部头的归一化由 Triton 解释器运行：对数概率与 transformers 一致，"
+     "并符合 int8、MXFP8 与 int4 的定义",
+     ("test_rollout.test_minimax",)),
     ("vllm-ascend 0.23 by itself on 950: MXFP8 matrices, experts too: log-probs of the definition; A2 refuses them",
      "在 950 上单独运行 vllm-ascend 0.23：MXFP8 矩阵，含专家：对数概率符合其定义；A2 拒绝", ("test_rollout.test_mxfp8",)),
     ("vllm-ascend 0.23 by itself on A2, A3 and 950: exchange of experts that it chooses, and all-gather by key; keys that "

@@ -123,7 +123,12 @@ VARIABLES = (
     ),
     _Variable("VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE", "1: fused product and reduction; not in 0.25 and later"),
     _Variable("VLLM_ASCEND_ENABLE_FLASHCOMM1", "1: sequence-parallel rollout; needs tensor, for MoE also expert parallelism"),
-    _Variable("VLLM_ASCEND_ENABLE_MLAPO", "1: fused start of latent attention, quantised weights only; not in 0.27 and later"),
+    _Variable(
+        "VLLM_ASCEND_ENABLE_MLAPO",
+        "must stay 0: fused start of latent attention, from copies of weights; not in 0.27 and later",
+        "",
+        "weight updates",
+    ),
     _Variable("VLLM_ASCEND_BALANCE_SCHEDULING", "1: balanced scheduling between data-parallel engines; not in 0.27 and later"),
     _Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1: fused sampling cut-offs (older releases)", "1"),
     _Variable("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "", "fork after device start"),
@@ -238,6 +243,12 @@ _PROBLEMS = (
         "{VLLM_ASCEND_ENABLE_FUSED_MC2}: weights could not be updated",
         "set it to 0",
         lambda env: env.get("VLLM_ASCEND_ENABLE_FUSED_MC2", "0") != "0",
+    ),
+    _Problem(
+        "VLLM_ASCEND_ENABLE_MLAPO",
+        "{VLLM_ASCEND_ENABLE_MLAPO}: weights of latent attention could not be updated",
+        "set it to 0",
+        lambda env: env.get("VLLM_ASCEND_ENABLE_MLAPO", "0") != "0",
     ),
     _Problem(
         "HCCL_EXEC_TIMEOUT",

@@ -6,39 +6,16 @@ import dataclasses
 from pathlib import Path
 
 from mindspeed_rl.config import RunConfig
-from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
+from mindspeed_rl.config.quantized_formats import PAIRED_EXPERTS, QUANTIZED_FORMATS, find_format
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.model_config import ModelConfig
 
-#: models with experts, latent attention, gated delta nets or a tower that engines have quantized, and tests compare
-_ON_CPU = (
+#: models with experts, latent attention, gated delta nets or a tower that engines have quantized and tests compare, on the CPU
+#: and on the simulated NPU, in each format that is there
+_QUANTIZED = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hy_v3"),
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl"),
-)
-#: value of the key -> those of them that vllm-ascend has quantized in a run on the simulated NPU
-_ON_NPU: dict[str, tuple[str, ...]] = {
-    "int8": (
-        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hy_v3"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl"),
-    ),
-    "mxfp8": (
-        *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "ernie4_5_moe", "hy_v3"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "qwen3_5_moe_vl"),
-    ),
-    "w4a8": (
-        *("qwen2_moe", "qwen3_moe", "mixtral", "ernie4_5_moe", "hy_v3", "deepseek_v3"),
-        *("qwen3_next", "qwen3_5_moe", "qwen3_vl_moe", "qwen3_5_moe_vl"),
-    ),
-}
-#: elements of a row whose scales vllm-ascend stores together, of experts in MXFP8
-_PAIR = 64
-#: family -> why vllm-ascend has not, where that is known
-_ABSENT_ON_NPU = {
-    "minimax_m2": "its attention calls an operator that vllm-ascend has with Triton only, which the simulated NPU lacks",
-}
-_LATENT_IN_MXFP8 = (
-    "for a fused operator of a 950 vllm-ascend copies weights of latent attention into FRACTAL_NZ, where no sync replaces them"
 )
 #: reason of `explain_unquantized` for models without experts in a format that only experts have
 UNQUANTIZED_DENSE = (
@@ -65,18 +42,15 @@ def explain_unquantized(name: str, model_config: ModelConfig, quantization: str,
     if QUANTIZED_FORMATS[find_format(quantization, platform)].others is not None and not model_config.moe_layers:
         return UNQUANTIZED_DENSE
     has = [kind for kind, is_there in kinds.items() if is_there]
-    supported_families = _ON_NPU.get(quantization, ()) if platform == "npu" else _ON_CPU
-    if not has or name in supported_families:
+    if not has or name in _QUANTIZED:
         sizes = {"hidden_size": model_config.hidden_size, "moe_intermediate_size": model_config.moe_ffn_hidden_size}
         is_paired = platform == "npu" and quantization == "mxfp8" and bool(model_config.moe_layers)
-        odd = [f"{key} is {size}" for key, size in sizes.items() if is_paired and size and size % _PAIR]
-        return f"for experts on npu whose rows are no multiples of {_PAIR} elements ({', '.join(odd)}); set int8" if odd else ""
-    absent = _ABSENT_ON_NPU.get(name, "no run has proven its layout")
-    if quantization == "mxfp8" and model_config.multi_latent_attention:
-        absent = _LATENT_IN_MXFP8
-    unproven = f", on npu: {absent}" if platform == "npu" else ""
-    listed = ", ".join(supported_families) or "none"
-    return f"for {name}, which has {has[0]}{unproven}; among such models it has {listed}; leave it out"
+        odd = [f"{key} is {size}" for key, size in sizes.items() if is_paired and size and size % PAIRED_EXPERTS]
+        if not odd:
+            return ""
+        return f"for experts on npu whose rows are no multiples of {PAIRED_EXPERTS} elements ({', '.join(odd)}); set int8"
+    listed = ", ".join(_QUANTIZED)
+    return f"for {name}, which has {has[0]}: no run has proven its layout; among such models it has {listed}; leave it out"
 
 
 def explain_actor(cfg: RunConfig, platform: str) -> str:

@@ -34,6 +34,7 @@ _OWN_SETTINGS = {
 #: further settings of vllm-ascend that no rollout of this suite can have -> the reason
 _REFUSED_SETTINGS = {
     "enable_fused_mc2": "keeps the weights of experts in the NZ layout, which no weight sync can write",
+    "enable_mlapo": "copies weights of latent attention, and no weight sync reaches the copies",
     "enable_reduce_sample": "leaves each device its part of the vocabulary, and log-probabilities are of all tokens",
     "enable_async_exponential": "draws the noise of a step before it is known which requests sample, so that the tokens of a "
     "request would not follow from its seed",
@@ -524,31 +525,23 @@ def explain_quantization(run: Run, platform: str) -> Iterator[tuple[dict[str, ob
     ):
         if is_on:
             yield {} if other is None else {other: getattr(generate, other)}, reason
-    if is_npu and actor.num_experts:
-        yield from explain_block_experts(generate, "disabled" if cfg.rl_config is None else cfg.rl_config.router_replay.mode)
+    if is_npu and actor.num_experts and (reason := explain_sent_experts(generate)):
+        yield {_EXCHANGE: generate.infer_moe_token_dispatcher_type}, reason
 
 
-def explain_block_experts(generate: GenerateConfig, replay: str) -> Iterator[tuple[dict[str, object], str]]:
-    """Yield what experts in MXFP8 and int4 on NPUs cannot be used with, as in `explain_quantization`; nothing for int8.
+def explain_sent_experts(generate: GenerateConfig) -> str:
+    """Return why results of quantized experts on NPUs are not exchanged in this way, after "is not available"; "" if they are.
 
     Args:
         generate: keys of the engine, with `quantization`.
-        replay: `router_replay.mode`.
     """
-    if generate.quantization == "int8":
-        return
-    unproven, is_mxfp8 = "no run on the simulated NPU has proven it", generate.quantization == "mxfp8"
-    wire = "MC2 sends the results of experts in 8 bits too, which is not the format; set allgather"
     exchange = generate.infer_moe_token_dispatcher_type
-    for name, value, is_on, reason in (
-        ("infer_tensor_parallel_size", generate.infer_tensor_parallel_size, generate.infer_tensor_parallel_size > 1, unproven),
-        ("update_weight_mode", generate.update_weight_mode, generate.update_weight_mode == "delta", unproven),
-        (_MODE, replay, replay == "R3", unproven),
-        ("eplb_token_collects", "true", generate.eplb_token_collects, unproven),
-        (_EXCHANGE, exchange, is_mxfp8 and generate.enable_expert_parallel and exchange != "allgather", wire),
-    ):
-        if is_on:
-            yield {name: value}, f"for experts in {generate.quantization} on npu with {name} ({value}): {reason}"
+    if generate.quantization != "mxfp8" or not generate.enable_expert_parallel or exchange == "allgather":
+        return ""
+    return (
+        f"for experts in mxfp8 on npu with {_EXCHANGE} ({exchange}): MC2 sends the results of experts in 8 bits too, which is "
+        "not the format; set allgather"
+    )
 
 
 #: platform without `exact_log_probs` -> the reason

@@ -123,6 +123,8 @@ MODELS = {
     "qwen3_moe_16": QWEN3_MOE | {"num_experts": 16},
     # a 950's scales of MXFP8 experts come in pairs: of 64 columns
     "qwen3_moe_blocks": QWEN3_MOE | {"moe_intermediate_size": 64},
+    # the same on each of two ranks
+    "qwen3_moe_wide_blocks": QWEN3_MOE | {"moe_intermediate_size": 128},
     "qwen3_moe_groups": QWEN3_MOE | _GROUPS,
     "qwen3_next_blocks": QWEN3_NEXT | _SHARED_BLOCKS,
     "qwen3_5_moe_blocks": QWEN35_MOE | _SHARED_BLOCKS,
@@ -130,6 +132,7 @@ MODELS = {
     "qwen3_5_moe_groups": QWEN35_MOE | _SHARED_GROUPS,
     "deepseek3": DEEPSEEK3,
     "deepseek3_latent": DEEPSEEK3_LATENT,
+    "deepseek3_blocks": DEEPSEEK3_LATENT | {"moe_intermediate_size": 128, "v_head_dim": 16},
     "deepseek3_groups": DEEPSEEK3_GROUPS,
     "deepseek3_dense": DEEPSEEK3_DENSE,
     "deepseek3_predicting": DEEPSEEK3_PREDICTING,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -61,10 +62,84 @@ def return_float32() -> None:
     A5DeviceAdaptor.get_quant_gmm2_kwargs = staticmethod(widen)
 
 
+class Sides:
+    """Whole numbers of an engine's int8 activations, which the definition takes where it lies at an edge of rounding.
+
+    Engine and definition add up in other orders, so that an element closer to an edge than that may fall on either side, and
+    moves all that follows by as much as int8 rounds. Any other element is the definition's own, whatever the engine has.
+    """
+
+    #: distance from an edge, where the largest element of a row is 127: sums in float32 move an element by less
+    TOLERANCE = 2e-4
+
+    def __init__(self) -> None:
+        self.num_elements = self.num_taken = 0
+        self._recorded: list[tuple[Tensor, Tensor]] = []
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def record(self, quantize: Callable[[], Any], folder: Path, rank: int, world_size: int) -> Any:
+        """Return what a call returns, and keep what it quantizes on all ranks, each of which has a part.
+
+        Args:
+            folder: of all ranks.
+        """
+        from simulator import mc2
+
+        quantize_rows = mc2.quantize_rows
+        self._recorded, self._rows = [], {}
+
+        def quantize_and_keep(x: Tensor) -> tuple[Tensor, Tensor]:
+            elements, scales = quantize_rows(x)
+            self._recorded.append((x.flatten(0, -2).double(), elements.flatten(0, -2).double()))
+            return elements, scales
+
+        mc2.quantize_rows = quantize_and_keep
+        try:
+            result = quantize()
+        finally:
+            mc2.quantize_rows = quantize_rows
+        torch.save(self._recorded, folder / f"sides{rank}.pt")
+        dist.barrier()
+        rows = [row for index in range(world_size) for row in torch.load(folder / f"sides{index}.pt")]
+        dist.barrier()
+        widths = {x.shape[-1] for x, _ in rows}
+        for width in widths:
+            inputs, elements = zip(*(row for row in rows if row[0].shape[-1] == width))
+            self._rows[width] = torch.cat(inputs), torch.cat(elements)
+        return result
+
+    def round(self, quotients: Tensor, x: Tensor) -> Tensor:
+        """Return the whole numbers of rows [rows, columns], of which each element of a row is divided by the row's scale."""
+        rounded = torch.round(quotients)
+        at_edge = (quotients - quotients.floor() - 0.5).abs() < self.TOLERANCE
+        self.num_elements += quotients.numel()
+        known, elements = self._rows.get(x.shape[-1], (None, None))
+        for row in at_edge.any(-1).nonzero()[:, 0].tolist() if known is not None else ():
+            distances = (known - x[row]).abs().amax(-1)
+            nearest = distances.argmin()
+            if distances[nearest] > 1e-4 * x[row].abs().max():
+                continue  # no row of the engine's
+            taken = at_edge[row] & ((elements[nearest] - quotients[row]).abs() < 0.5 + self.TOLERANCE)
+            self.num_taken += int((taken & (rounded[row] != elements[nearest])).sum())
+            rounded[row] = torch.where(taken, elements[nearest], rounded[row])
+        return rounded
+
+
+def scale_rows(x: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """Return max |row| / 127, as it is stored in a type."""
+    return (x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127).to(scale_dtype).double()
+
+
 def round_rows(x: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """Whole numbers from -127 to 127 times max |row| / 127, which is stored in a type."""
-    scales = (x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127).to(scale_dtype).double()
-    return torch.round(x / scales).clamp(-127, 127) * scales
+    """Whole numbers from -127 to 127 times max |row| / 127; weights are divided in float32, which decides at the halves."""
+    scales = scale_rows(x, scale_dtype)
+    return torch.round((x / scales).float()).double().clamp(-127, 127) * scales
+
+
+def round_tokens(x: Tensor, sides: Sides) -> Tensor:
+    """Rows of activations in int8."""
+    scales = scale_rows(x, torch.float32)
+    return sides.round(x / scales, x).clamp(-127, 127) * scales
 
 
 def round_blocks(x: Tensor) -> Tensor:
@@ -81,18 +156,23 @@ def round_blocks(x: Tensor) -> Tensor:
 
 
 def round_groups(weight: Tensor) -> Tensor:
-    """Whole numbers from -7 to 7 times max of 256 elements of a row / 7, in float16."""
+    """Whole numbers from -7 to 7 times max of 256 elements of a row / 7, in float16; divided in float32 as in `round_rows`."""
     groups = weight.reshape(len(weight), -1, 256)
     scales = (groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7).half().double()
-    return (torch.round(groups / scales).clamp(-7, 7) * scales).view(weight.shape)
+    return (torch.round((groups / scales).float()).double().clamp(-7, 7) * scales).view(weight.shape)
 
 
-def multiply_int4(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight^T of experts in int4, in float64."""
-    return round_rows(x.double(), torch.float32) @ round_groups(weight.double()).t()
+def round_parts(x: Tensor, parts: int, sides: Sides) -> Tensor:
+    """Rows of activations in int8, of which each of some ranks has an equal part of the columns, with a scale of its own."""
+    return torch.cat([round_tokens(part, sides) for part in x.chunk(parts, -1)], -1)
 
 
-def multiply(x: Tensor, weight: Tensor, quantization: str, dtype: torch.dtype, parts: int = 1) -> Tensor:
+def multiply_int4(x: Tensor, weight: Tensor, parts: int, sides: Sides) -> Tensor:
+    """Return x @ weight^T of experts in int4, in float64; `parts` as in `multiply`."""
+    return round_parts(x.double(), parts, sides) @ round_groups(weight.double()).t()
+
+
+def multiply(x: Tensor, weight: Tensor, quantization: str, dtype: torch.dtype, parts: int, sides: Sides) -> Tensor:
     """Return x @ weight^T in a format, in float64; scales of int8 weights are stored in the engine's type.
 
     Args:
@@ -102,25 +182,30 @@ def multiply(x: Tensor, weight: Tensor, quantization: str, dtype: torch.dtype, p
     x, weight = x.double(), weight.double()
     if quantization == "mxfp8":
         return round_blocks(x) @ round_blocks(weight).t()
-    rounded = torch.cat([round_rows(part, torch.float32) for part in x.chunk(parts, -1)], -1)
-    return rounded @ round_rows(weight, dtype).t()
+    return round_parts(x, parts, sides) @ round_rows(weight, dtype).t()
 
 
-def quantize_reference(reference: Any, quantization: str, dtype: torch.dtype, ranks: int = 1, expert_ranks: int = 1) -> None:
+def quantize_reference(
+    reference: Any, quantization: str, dtype: torch.dtype, ranks: int = 1, expert_ranks: int = 1, sides: Sides | None = None
+) -> None:
     """Let transformers' model compute the layers in a format that engines have in it.
 
     Args:
         ranks: tensor-parallel ranks, which divide the columns of the output matrices of attention and MLPs.
         expert_ranks: ranks that divide those of each expert; 1 where a rank has full experts.
+        sides: of an engine's activations.
     """
+    sides = sides or Sides()
 
     def linear(layer: Any, inputs: tuple[Tensor, ...], output: Tensor, parts: int) -> Tensor:
         rows = inputs[0].reshape(-1, inputs[0].shape[-1])
-        done = multiply(rows, layer.weight.data, quantization, dtype, parts).to(output.dtype).view(output.shape)
+        done = multiply(rows, layer.weight.data, quantization, dtype, parts, sides).to(output.dtype).view(output.shape)
         return done if layer.bias is None else done + layer.bias
 
     def product(x: Tensor, weight: Tensor, parts: int = 1) -> Tensor:
-        return multiply_int4(x, weight) if quantization == "w4a8" else multiply(x, weight, quantization, dtype, parts)
+        if quantization == "w4a8":
+            return multiply_int4(x, weight, parts, sides)
+        return multiply(x, weight, quantization, dtype, parts, sides)
 
     def experts(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x, ids, factors = (one.view(-1, one.shape[-1]) for one in inputs)
@@ -151,6 +236,21 @@ def split_experts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
                 yield f"{before}.{expert}.{part}.weight", matrix.chunk(len(parts))[index].clone()
         if end not in ("gate_up_proj", "down_proj"):
             yield name, tensor
+
+
+class Noise:
+    """Random errors as large as those of bfloat16 in what the modules of a model return, while `size` is set."""
+
+    def __init__(self, reference: Any) -> None:
+        self.size = 0.0
+        for module in reference.modules():
+            if not list(module.children()):
+                module.register_forward_hook(self._disturb)
+
+    def _disturb(self, module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if not self.size or not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        return output * (1 + self.size * (2 * torch.rand_like(output) - 1))
 
 
 class QuantizedSync:

@@ -18,7 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import MODELS
-from quantized_reference import OtherTorch, QuantizedSync, quantize_float32, quantize_reference, return_float32, split_experts
+from quantized_reference import (
+    Noise,
+    OtherTorch,
+    QuantizedSync,
+    Sides,
+    quantize_float32,
+    quantize_reference,
+    return_float32,
+    split_experts,
+)
 from ranks import rank_settings, report
 
 PROMPTS = ([11, 12, 13, 14, 15], [40, 41], [7] * 20, [100, 3, 9, 77, 5, 61, 33])
@@ -72,6 +81,37 @@ def count_decode(engine: Any, requests: int) -> list[int]:
     return [(more - few) // 2 for few, more in zip(*totals[1:])]
 
 
+#: relative error of a number in bfloat16, and draws of errors
+BF16_ROUNDING, DRAWS = 2.0**-9, 16
+
+
+def compare_disturbed(engine: Any, requests: list[Any], prompts: list[list[int]], reference: Any) -> dict[str, Any]:
+    """Return how far log-probs of an engine in bfloat16 are from the definition, and how far bfloat16 moves the definition.
+
+    Returns:
+        "plain" and "cut" (a temperature of 0.7, `min_p`) -> of each token both, the second as the largest of some draws.
+    """
+    from mindspeed_rl.rollout.requests import Sampling
+
+    noise, results = Noise(reference), {}
+    for name, sampling in (("plain", Sampling(1.0, NEW_TOKENS, (1,))), ("cut", Sampling(0.7, NEW_TOKENS, (1,), min_p=0.05))):
+        results[name] = []
+        for prompt, completion in zip(prompts, engine.generate(requests, sampling)):
+            row, columns = torch.tensor([[*prompt, *completion.token_ids]]), torch.tensor(completion.token_ids)[:, None]
+            found = []
+            for draw in range(1 + DRAWS):
+                torch.manual_seed(draw)
+                noise.size = BF16_ROUNDING if draw else 0.0
+                with torch.no_grad():
+                    logits = reference(row).logits[0, len(prompt) - 1 : -1].float()
+                found.append((logits / sampling.temperature).log_softmax(-1).gather(1, columns)[:, 0])
+            noise.size = 0.0
+            gaps = (found[0] - torch.tensor(completion.log_probs)).abs()
+            moved = (torch.stack(found[1:]) - found[0]).abs().amax(0)
+            results[name] += torch.stack([gaps, moved], 1).tolist()
+    return results
+
+
 def main() -> None:
     """Ranks of one replica, or of replicas that share experts, and what each of them reports.
 
@@ -80,8 +120,8 @@ def main() -> None:
     share experts; without it each has all of them), prompts (of each rank, the numbers of those it answers), experts_of_devices
     (of each layer; for `expert_map_path`), routing (whether the experts of each token are reported), sampling (several groups
     of keys of sampling_config, for greedy responses), delta (syncs of quantized weights write what changed), seed of weights,
-    counts (False without the kernels of a token), longest (tokens of the first prompt in place of its own), tower (False: syncs
-    send no weights of a model's tower).
+    counts (False without the kernels of a token), disturbed (the reference with errors of bfloat16 too), longest (tokens of the
+    first prompt in place of its own), tower (False: syncs send no weights of a model's tower).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
@@ -186,8 +226,16 @@ def main() -> None:
         else:
             engine.load_weights(((name, t.to("npu")) for name, t in changed.items()), version)
 
+    sides = Sides()
+
     def sample_tokens() -> list[tuple[list[int], list[float]]]:
         return [(completion.token_ids, completion.log_probs) for completion in engine.generate(requests)]
+
+    def sample_sides() -> list[tuple[list[int], list[float]]]:
+        """Sample, and let the definition take the engine's sides at edges of rounding."""
+        if not config.quantization:
+            return sample_tokens()
+        return sides.record(sample_tokens, folder.parent, rank, dist.get_world_size())
 
     # the reference computes as the format is defined; of several ranks, another one has one scale for each token
     one_scale = copy.deepcopy(reference) if config.quantization and tp > 1 else None
@@ -195,12 +243,12 @@ def main() -> None:
         quantize_reference(one_scale, str(config.quantization), torch_dtype)
     if config.quantization:
         expert_ranks = 1 if config.enable_expert_parallel else tp
-        quantize_reference(reference, config.quantization, torch_dtype, tp, expert_ranks)
+        quantize_reference(reference, config.quantization, torch_dtype, tp, expert_ranks, sides)
     result: dict[str, object] = {"built_mib": used()}
     engine.restore_memory("weights")
     push(0)
     engine.restore_memory("cache")
-    first = sample_tokens()
+    first = sample_sides()
     result["tokens"], memory, equal, limited = [tokens for tokens, _ in first], [], [], []
     # greedy responses, which must be what transformers decodes
     greedy = engine.generate(requests, Sampling(0.0, NEW_TOKENS, (1,)))
@@ -258,6 +306,8 @@ def main() -> None:
     # vLLM applies min_p to no draft
     cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.0 if "drafts" in settings else 0.05))
     result["worst_cut"] = max(gaps([(completion.token_ids, completion.log_probs) for completion in cut], 0.7))
+    if settings.get("disturbed"):
+        result |= compare_disturbed(engine, requests, prompts, reference)
     for version in range(1, 1 + settings.get("rounds", 2)):
         if version > 1:  # all that a push writes need not be kept
             every = lambda model: [  # noqa: E731
@@ -279,13 +329,14 @@ def main() -> None:
     engine.restore_memory("weights")
     push(9, 3.0)
     engine.restore_memory("cache")
-    other = sample_tokens()
+    other = sample_sides()
     result["other_weights_differ"] = other != first
     with torch.no_grad():
         for name, value in reference.named_parameters():
             if re.search(MLPS, name):
                 value.copy_((value * 3.0).to(torch_dtype))
     result["worst_other"] = max(gaps(other, 1.0))
+    result["taken"] = [sides.num_taken, sides.num_elements]
     if config.quantization:
         if settings.get("delta"):
             result["stays_damaged"] = sync.stays_damaged(9)

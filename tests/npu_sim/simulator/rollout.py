@@ -32,6 +32,7 @@ All of it computes on CPU views of device memory. What is asked for in a form th
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -908,6 +909,13 @@ def _kind_of_device(module: ModuleType) -> None:
     module.__device_type__ = next(kind for beginning, kind in DEVICE_TYPES.items() if name.startswith(beginning))
 
 
+def _norms_of_all_heads(module: ModuleType) -> None:
+    """Registers what MiniMax-M2's attention calls, of Triton kernels, with one size of blocks: none is timed."""
+    operators = importlib.import_module("vllm_ascend.ops.triton.linearnorm.split_qkv_tp_rmsnorm_rope")
+    kernel = operators._split_qkv_and_compute_local_qk_var_kernel
+    kernel.configs = kernel.configs[:1]
+
+
 #: module of vllm or vllm-ascend -> what happens to it once it has run
 AFTER_IMPORT = {
     "vllm_ascend.worker.block_table": _slot_mapping,
@@ -917,6 +925,7 @@ AFTER_IMPORT = {
     "vllm.compilation.decorators": _without_compiler,
     "vllm.triton_utils": delta_nets.triton_by_interpreter,
     "vllm_ascend.ops.triton.triton_utils": delta_nets.triton_of_ascend,
+    "vllm_ascend.patch.worker.patch_minimax_m2": _norms_of_all_heads,
 }
 
 

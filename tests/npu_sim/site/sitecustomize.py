@@ -47,6 +47,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "vllm.triton_utils.importing": _part_of_vllm,
     "vllm.compilation.decorators": _part_of_vllm,
     "vllm_ascend.ops.triton.triton_utils": _part_of_vllm,
+    "vllm_ascend.patch.worker.patch_minimax_m2": _part_of_vllm,
 }
 
 

@@ -239,9 +239,11 @@ def test_a_dense_model_may_wake_up_without_a_push() -> None:
 def test_additional_config_has_only_keys_of_the_release() -> None:
     assert additional((0, 18)) == additional((0, 22)) == {"refresh": True}
     assert additional((0, 23)) == additional((0, 26))
-    assert additional((0, 23)) == {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True}
+    off = {"enable_mlapo": False}
+    assert additional((0, 23)) == off | {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True}
     # unknown keys are errors there, and `enabled` sets the other two
-    assert additional((0, 27)) == additional((0, 30)) == {"rl_config": {"enabled": True, "sleep_mode_extra_cleanup": True}}
+    enabled = {"rl_config": {"enabled": True, "sleep_mode_extra_cleanup": True}}
+    assert additional((0, 27)) == additional((0, 30)) == off | enabled
     with pytest.raises(ValueError, match="0.11 is older than 0.18"):
         additional((0, 11))
 
@@ -344,6 +346,7 @@ def test_expert_weights_in_a_layout_of_another_release_stop_the_run() -> None:
     [
         ({}, "VLLM_ASCEND_ENABLE_NZ: 1"),
         ({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1"}, "VLLM_ASCEND_ENABLE_FUSED_MC2"),
+        ({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_ASCEND_ENABLE_MLAPO": "1"}, "VLLM_ASCEND_ENABLE_MLAPO: copies weights of latent"),
     ],
 )
 def test_an_environment_that_breaks_weight_updates_is_refused(environment: dict[str, str], named: str) -> None:

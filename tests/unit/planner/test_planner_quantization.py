@@ -16,6 +16,7 @@ from mindspeed_rl.run.draft import load_run
         ("A3", {"quantization": "mxfp8", "enforce_eager": True}, r"\(mxfp8\) is not available on A3: an Ascend 950"),
         ("950PR", {"quantization": "mxfp8", "enforce_eager": True}, r"\(mxfp8\) .*MC2 sends .* set allgather"),
         ("950PR", {"quantization": "mxfp8", "infer_moe_token_dispatcher_type": "allgather"}, ""),
+        ("A3", {"quantization": "w4a8", "update_weight_mode": "delta"}, ""),
         ("A3", {"quantization": "int8", "infer_tensor_parallel_size": 2, "update_weight_mode": "delta"}, ""),
     ],
 )

@@ -108,15 +108,15 @@ def test_a_policy_that_the_engine_does_not_compute_is_refused_before_a_worker_st
 @pytest.mark.parametrize(
     ("model", "platform", "quantization", "said"),
     [
-        ("gpt-oss", "cpu", "int8", "gpt_oss, which has experts; among such"),
+        ("gpt-oss", "cpu", "int8", "gpt_oss, which has experts: no run has proven its layout; among such"),
         ("qwen3-moe", "cpu", "int8", ""),
         ("qwen3-moe", "npu", "int8", ""),
         ("qwen3-moe", "npu", "mxfp8", "experts on npu whose rows are no multiples of 64 elements (moe_inter"),
         ("mixtral", "npu", "int8", ""),
-        ("minimax-m2", "npu", "int8", "minimax_m2, which has experts, on npu: its attention calls an operator that"),
-        ("glm4-moe", "npu", "w4a8", "glm4_moe, which has experts, on npu: no run has proven its layout; among such"),
-        ("hunyuan-moe", "npu", "mxfp8", "hunyuan_moe, which has experts, on npu: no run has proven its layout; among such"),
-        ("deepseek3", "npu", "mxfp8", "deepseek_v3, which has experts, on npu: for a fused operator of a 950"),
+        ("minimax-m2", "npu", "int8", ""),
+        ("hunyuan-moe", "npu", "w4a8", "hunyuan_moe, which has experts: no run has proven its layout; among such"),
+        ("hunyuan-moe", "npu", "mxfp8", "hunyuan_moe, which has experts: no run has proven its layout; among such"),
+        ("deepseek3", "npu", "mxfp8", "experts on npu whose rows are no multiples of 64 elements (moe_inter"),
     ],
 )
 def test_a_policy_that_no_test_has_quantized_is_refused_by_name(
@@ -184,6 +184,24 @@ def test_rows_of_int4_experts_that_are_not_whole_groups_on_a_rank_are_refused_on
         return
     needs = "generate_config.quantization (w4a8) is not available without a multiple of 256 elements of a row on each rank"
     with pytest.raises(ValueError, match=f"{re.escape(needs)}.*{re.escape(said)}"):
+        plan_models(run)
+
+
+@pytest.mark.parametrize(("width", "ranks", "said"), [(128, 2, ""), (64, 1, ""), (64, 2, "64, on 2"), (192, 2, "192, on 2")])
+def test_scales_of_two_blocks_of_an_expert_in_mxfp8_are_on_one_rank_of_an_engine_on_npus(
+    tmp_path: Path, width: int, ranks: int, said: str
+) -> None:
+    words = ["model.tiny_qwen25.num_layers=null", "generate_config.quantization=mxfp8", "rl_config.actor_resource.num_npus=2"]
+    words += ["actor_config.expert_tensor_parallel_size=1", f"generate_config.infer_tensor_parallel_size={ranks}"]
+    config = tiny_models.hf_config_of(tiny_models.make_hf_model("qwen3-moe"))
+    config |= {"hidden_size": 64, "moe_intermediate_size": width}
+    cfg = with_model(load_run_config("grpo_tiny_cpu", None, words), tmp_path, config)
+    run = resolve(with_model_configs(cfg), platform="npu")
+    if not said:
+        assert plan_models(run).models["actor"].plan.model_config.moe_layers
+        return
+    refused = rf"without a multiple of 64 elements .*down_proj.weight has {said} .* of the rollout engine; use fewer ranks"
+    with pytest.raises(ValueError, match=refused):
         plan_models(run)
 
 

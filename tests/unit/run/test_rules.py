@@ -470,6 +470,11 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         ["additional_config.enable_fused_mc2", "NZ layout", "remove it"],
     ),
     (
+        {G: {"additional_config": {"enable_mlapo": True}}},
+        "own_engine_setting",
+        ["additional_config.enable_mlapo", "latent attention", "no weight sync reaches the copies", "remove it"],
+    ),
+    (
         {G: {"additional_config": {"enable_reduce_sample": True}}},
         "own_engine_setting",
         ["additional_config.enable_reduce_sample", "part of the vocabulary", "remove it"],
@@ -604,40 +609,8 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         *("quantization", ["quantization (mxfp8)", "infer_moe_token_dispatcher_type (auto)", "MC2", "set allgather"]),
     ),
     (
-        {
-            "platform": "npu",
-            M: EXPERTS,
-            G: {"quantization": "w4a8", "eplb_token_collects": True, "eplb_token_save_path": "counts"},
-        },
-        *("quantization", ["quantization (w4a8)", "for experts in w4a8 on npu with eplb_token_collects (true)"]),
-    ),
-    (
-        {"platform": "npu", M: EXPERTS, G: {"quantization": "mxfp8", "update_weight_mode": "delta"}},
-        *("quantization", ["quantization (mxfp8)", "update_weight_mode (delta)", "no run on the simulated NPU"]),
-    ),
-    (
-        {"platform": "npu", M: EXPERTS, G: {"quantization": "mxfp8", "infer_tensor_parallel_size": 2}},
-        *("quantization", ["quantization (mxfp8)", "for experts in mxfp8 on npu with infer_tensor_parallel_size (2)"]),
-    ),
-    (
-        {"platform": "npu", M: EXPERTS, G: {"quantization": "mxfp8"}, R: {"router_replay": {"mode": "R3"}}},
-        *("quantization", ["quantization (mxfp8)", "rl_config.router_replay.mode (R3)", "no run on the simulated NPU"]),
-    ),
-    (
         {"platform": "npu", G: {"quantization": "w4a8", "dtype": "bfloat16"}},
         *("quantization", ["quantization (w4a8)", "for a model without experts", "only experts are in int4", "set int8"]),
-    ),
-    (
-        {"platform": "npu", M: EXPERTS, G: {"quantization": "w4a8", "infer_tensor_parallel_size": 2}},
-        *("quantization", ["quantization (w4a8)", "for experts in w4a8 on npu with infer_tensor_parallel_size (2)"]),
-    ),
-    (
-        {"platform": "npu", M: EXPERTS, G: {"quantization": "w4a8", "update_weight_mode": "delta"}},
-        *("quantization", ["quantization (w4a8)", "update_weight_mode (delta)", "no run on the simulated NPU"]),
-    ),
-    (
-        {"platform": "npu", M: EXPERTS, G: {"quantization": "w4a8"}, R: {"router_replay": {"mode": "R3"}}},
-        *("quantization", ["quantization (w4a8)", "rl_config.router_replay.mode (R3)", "no run on the simulated NPU"]),
     ),
     (
         {
