@@ -4,7 +4,7 @@
 |---|---|---|
 | die of the rank | `engine_arguments` | the executor of a single process takes die 0 on every rank; the one for external launchers takes LOCAL_RANK, at tensor size 1 too |
 | no NZ weights | environment and `additional_config` | weights in FRACTAL_NZ cannot be overwritten in place; 0.18 reads the environment only, 0.23 both, and wake_up refuses to run with it |
-| no MLAPO | `additional_config`, check of the environment | of latent attention the fused operator of that name reads copies in FRACTAL_NZ, made when the engine is built, and no sync replaces them. On by default, on a 950: for MXFP8 from 0.23 on, for unquantized weights in 0.26 |
+| no MLAPO | environment and `additional_config` | of latent attention the fused operator of that name reads copies in FRACTAL_NZ, made when the engine is built, and no sync replaces them. On by default, on a 950: for MXFP8 from 0.20 on, for unquantized weights of sparse attention from 0.22 on, of dense attention in 0.26 |
 | no expandable segments | check before building | sleep mode's memory pool asserts on them; a colocated trainer must not export them either |
 | sleep level 2 | `release` | what a weight sync replaces is not copied to the host; see `vllm_ascend_sleep` |
 | expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
@@ -146,9 +146,10 @@ def check_environment(environment: dict[str, str]) -> None:
         )
     if environment.get("VLLM_ASCEND_ENABLE_FUSED_MC2", "0") != "0":
         raise ValueError("VLLM_ASCEND_ENABLE_FUSED_MC2: forces expert weights into the NZ layout; set it to 0.")
-    if environment.get("VLLM_ASCEND_ENABLE_MLAPO", "0") != "0":
+    if environment.get("VLLM_ASCEND_ENABLE_MLAPO", "1") != "0":
         raise ValueError(
-            "VLLM_ASCEND_ENABLE_MLAPO: copies weights of latent attention, and no weight update reaches the copies; unset it."
+            "VLLM_ASCEND_ENABLE_MLAPO (1 when unset) copies weights of latent attention, and no weight update reaches the "
+            "copies; set it to 0."
         )
 
 
@@ -172,6 +173,7 @@ def apply() -> None:
         ValueError: a variable contradicts weight updates.
     """
     os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")
+    os.environ.setdefault("VLLM_ASCEND_ENABLE_MLAPO", "0")
     # the hooks reach into the engine's model, so it must live in this process
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     check_environment(dict(os.environ))

@@ -106,7 +106,6 @@ def apply() -> None:
     def dispatch(layer: Any, remove_weight: bool) -> None:
         if layer.weight.dim() == 3:  # experts, which have kernels of their own, or a convolution
             if layer.weight.size(1) == 1:
-                layer._cpu_unpacked_conv_weight = layer.weight.data.squeeze(1)
                 _pack_convolutions_in_each_step()
             return
         layer.cpu_linear = LiveLinear()

@@ -71,7 +71,10 @@ class _RoutedSlots:
         bind_routed_experts_capturer(runner.model, self._capturer)
         # a slot per token: a delta net has one of a sequence, and those of a window are given to later tokens
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-        self._group = next((index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), 0)
+        full = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
+        if not full and len(specs) > 1:
+            raise RuntimeError("router replay R3: no layer of this model attends to all tokens, whose slots hold their experts")
+        self._group = full[0] if full else 0
         #: of the table, whose blocks may be parts of those that the specification has
         self._block_size = runner.input_batch.block_table[self._group].block_size
         num_slots = runner.kv_cache_config.num_blocks * specs[self._group].block_size

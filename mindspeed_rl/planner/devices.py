@@ -11,6 +11,7 @@ from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.quantized_names import explain_divided_blocks
 from mindspeed_rl.planner.machine_memory import read_machine_memory
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.rules.engine_limits import explain_drafts, read_engine_shape
 from mindspeed_rl.run.rules.quantized_models import explain_unquantized
 from mindspeed_rl.run.rules.rollout_rules import explain_quantization, explain_sent_experts
 
@@ -147,7 +148,7 @@ def _find_named(cfg: RunConfig) -> str | None:
 
 
 def list_device_obstacles(run: Run, device: Device, plan: ModelPlan | None = None) -> list[str]:
-    """Return a sentence for each reason why a device does not have the format of the run's engines.
+    """Return a sentence for each reason why a device does not have the format or the drafts of the run's engines.
 
     Rules know its kind where the run file sets `platform`, the model where its files are here, and never which NPU it is.
 
@@ -155,10 +156,20 @@ def list_device_obstacles(run: Run, device: Device, plan: ModelPlan | None = Non
         plan: the actor's model, where it is known.
     """
     cfg, generate = run.config, run.config.generate_config
-    if cfg.is_supervised or generate is None or generate.quantization is None or generate.engine == "transformers":
+    if cfg.is_supervised or generate is None or generate.engine == "transformers":
         return []
-    kind = device.kind
-    if cfg.platform not in ("auto", kind):
+    if cfg.platform not in ("auto", device.kind):
+        return []
+    obstacles = []
+    if cfg.platform == "auto" and (reason := explain_drafts(read_engine_shape(cfg), generate.draft_method, device.kind)):
+        obstacles = [f"generate_config.speculative_config {reason}"]
+    return [*obstacles, *_explain_format(run, device, plan)]
+
+
+def _explain_format(run: Run, device: Device, plan: ModelPlan | None) -> list[str]:
+    """Return a sentence for each reason why a device does not have `quantization`."""
+    cfg, generate, kind = run.config, run.generate, device.kind
+    if generate.quantization is None:
         return []
     key = f"generate_config.quantization ({generate.quantization}) is not available"
     sizes, reasons = QUANTIZED_FORMATS[find_format(generate.quantization, kind)], []

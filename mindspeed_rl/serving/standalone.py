@@ -136,7 +136,15 @@ def _check_model(folder: Path, generate: GenerateConfig, shape: EngineShape, dev
     prefixes = "generate_config.enable_prefix_caching" if generate.enable_prefix_caching else ""
     tensor, length, dtype = generate.infer_tensor_parallel_size, generate.max_model_len or 0, generate.dtype
     request = EngineRequest(
-        tensor, length, "--tensor-parallel-size", "--max-model-len", dtype=dtype, dtype_key="--dtype", prefixes_key=prefixes
+        tensor,
+        length,
+        "--tensor-parallel-size",
+        "--max-model-len",
+        dtype=dtype,
+        dtype_key="--dtype",
+        prefixes_key=prefixes,
+        drafts=generate.draft_method,
+        drafts_key="--speculative-config",
     )
     check_engine(replace(shape, source=str(folder)), request, device)
     if shape.vocab_size is None or not has_tokenizer(folder):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 _INDEXERS = ["full", "shared", "full"]
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+#: of layers with gated delta nets; a config does not write it
+_EVERY_SECOND = {"full_attention_interval": 2}
 #: family -> (config of as many layers as it has in all, decoder layers, form of the names)
 _MODELS: dict[str, tuple[Callable[[], Any], int, str]] = {
     "deepseek_v3": (lambda: tiny_hf.CONFIGS["deepseek"].to_dict() | {"num_hidden_layers": 4}, 2, "numbered"),
@@ -29,15 +31,23 @@ _MODELS: dict[str, tuple[Callable[[], Any], int, str]] = {
     ),
     "glm4_moe": (lambda: tiny_families._CONFIGS["glm4_moe"]().to_dict() | {"num_hidden_layers": 3}, 2, "numbered"),
     # every second layer has full attention, as prediction layers have
-    "qwen3_5": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": False}, 3, "separate"),
-    "qwen3_5_tied": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": True}, 3, "separate"),
+    "qwen3_5": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | _EVERY_SECOND | {"tie_word_embeddings": False}, 3, "separate"),
+    "qwen3_5_tied": (
+        lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | _EVERY_SECOND | {"tie_word_embeddings": True},
+        3,
+        "separate",
+    ),
     "qwen3_next": (
-        lambda: tiny_hf.CONFIGS["hybrid_moe"].to_dict() | {"num_hidden_layers": 4},
+        lambda: tiny_hf.CONFIGS["hybrid_moe"].to_dict() | _EVERY_SECOND | {"num_hidden_layers": 4},
         3,
         "separate",
     ),
     "qwen3_5_moe": (
-        lambda: tiny_hf.CONFIGS["hybrid_moe"].to_dict() | {"num_hidden_layers": 4, "model_type": "qwen3_5_moe_text"},
+        lambda: (
+            tiny_hf.CONFIGS["hybrid_moe"].to_dict()
+            | _EVERY_SECOND
+            | {"num_hidden_layers": 4, "model_type": "qwen3_5_moe_text"}
+        ),
         3,
         "separate",
     ),

@@ -667,9 +667,8 @@ def test_published_qwen3_5_without_its_tower_has_the_log_probs_of_the_definition
     device, ranks, settings = WITHOUT_TOWER[name]
     monkeypatch.setenv("NPU_SIM_SOC", device)
     for report in run_ranks("rollout", ranks, DELTA_NETS | {"tower": False, "rounds": 1, "prompts": [[0, 1]]} | settings):
-        # of two sets of weights one has no element at an edge of rounding
-        assert min(report["worst"], report["worst_other"]) < 1e-4 and report["mean"] < 0.02
-        assert report["equal"] == [True] and report["other_weights_differ"] and len(set(report["proven"])) == 1
+        check_definition(report)
+        assert report.get("stays_damaged") == (True if settings.get("delta") else None)
         nets = [name for name in report["in_bytes"] if name.startswith("linear_attn")]
         assert nets == ["linear_attn.in_proj_qkvz.weight", "linear_attn.out_proj.weight"]
         assert not any(text.startswith("nothing") for text in report["damage"])

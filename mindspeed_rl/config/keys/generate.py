@@ -210,7 +210,7 @@ class GenerateConfig:
         """`speculative_config` under vLLM's full names, with the defaults of its methods; None without it."""
         if self.speculative_config is None:
             return None
-        given = {name.replace("-", "_"): value for name, value in self.speculative_config.items()}
+        given = {name.replace("-", "_"): value for name, value in self.speculative_config.items() if value is not None}
         settings = {_SHORT_NAMES.get(name, name): value for name, value in given.items()}
         method = settings.get("method", settings.get("model"))
         if method in ("ngram", "[ngram]", "suffix"):
@@ -221,7 +221,15 @@ class GenerateConfig:
         return settings
 
     @property
+    def draft_method(self) -> str:
+        """Method of drafts, as it is written; empty without drafts."""
+        return str((self.drafts or {}).get("method", ""))
+
+    @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens of a response in a step at most; 1 where the draft's config.json has the number, 0 without drafts."""
-        tokens = self.drafts and self.drafts.get("num_speculative_tokens", 1)
+        """Draft tokens of a response in a step at most; 0 without drafts.
+
+        1 without the key: published prediction layers of this suite's families make one.
+        """
+        tokens = 0 if self.drafts is None else self.drafts.get("num_speculative_tokens", 1)
         return tokens if isinstance(tokens, int) else 0

@@ -20,6 +20,7 @@ class _EngineLimits:
         linear_size: smallest width of a head of gated delta nets; 0 where every width is supported.
         linear_dtypes: formats of their weights; empty for all.
         linear_prefixes: whether prompts share a cached prefix of them.
+        linear_drafts: methods of drafts (`speculative_config`) that change nothing of what they compute; None for all.
         linear_block: tokens of which the keys of an attention layer must divide one of their states in bytes; 0 without.
         sparse: whether latent attention may attend to chosen tokens only.
         sequences: default number of responses that are generated at once.
@@ -30,6 +31,7 @@ class _EngineLimits:
     linear_size: int = 0
     linear_dtypes: tuple[str, ...] = ()
     linear_prefixes: bool = True
+    linear_drafts: tuple[str, ...] | None = None
     linear_block: int = 0
     sparse: bool = True
     sequences: int = 256
@@ -46,14 +48,18 @@ _LIMITS = {
         linear_size=64,  # gdn_attention.py asks for these two
         linear_dtypes=("bfloat16",),
         linear_prefixes=False,  # their states are kept between chunks of a prompt, and here a prompt is not cut (vllm_cpu.py)
+        # a draft model writes its keys into their states: vLLM gives it the blocks of the first group of layers
+        linear_drafts=("mtp", "ngram", "suffix"),
         sparse=False,  # vLLM 0.32 has no backend of sparse attention there
         sequences=32,
     ),
     "npu": _EngineLimits(
         linear_dtypes=("bfloat16",),  # vllm-ascend 0.23 asserts it for prompts, its recurrent operator takes nothing else
         linear_prefixes=False,  # no run has proven the states that it keeps with them
+        linear_drafts=(),  # recurrent_gated_delta_rule.h finds a state by the place of a token in the step
         linear_block=128,  # patch_mamba_config.py: blocks of the cache and states lie in one piece of memory
     ),
+    "cuda": _EngineLimits(linear_drafts=()),  # no run has compared them
 }
 _OTHERS = _EngineLimits()
 
@@ -73,6 +79,16 @@ def can_cache_prefixes(shape: EngineShape, platform: str) -> bool:
     return shape.linear_heads is None or engine_limits(platform).linear_prefixes
 
 
+def explain_drafts(shape: EngineShape, method: str, platform: str) -> str:
+    """Return why drafts of a method cannot be used with a model of this shape, after their key; "" if they can."""
+    methods = engine_limits(platform).linear_drafts
+    if not method or shape.linear_heads is None or methods is None or method in methods:
+        return ""
+    listed = f"only {', '.join(methods)} are" if methods else "none is"
+    model = f"gated delta nets, which the model in {shape.source} has"
+    return f"cannot be used with {model}: of drafts {listed} proven on {platform}"
+
+
 @dataclass(frozen=True)
 class EngineRequest:
     """A model's use of the engine, and the keys or flags that request it.
@@ -83,6 +99,7 @@ class EngineRequest:
         length_origin: what a length follows from that the user did not write; empty otherwise.
         dtype, dtype_key: format of the weights; empty where it is not known yet.
         prefixes_key: the key that asks for cached prefixes; empty without them.
+        drafts, drafts_key: method of drafts, and the key that asks for them; empty without.
     """
 
     tensor: int
@@ -93,6 +110,8 @@ class EngineRequest:
     dtype: str = ""
     dtype_key: str = ""
     prefixes_key: str = ""
+    drafts: str = ""
+    drafts_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,6 +173,8 @@ def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) 
             f"{request.prefixes_key} must be false: on this platform the rollout engine caches no prefixes of gated delta "
             f"nets, which the model in {source} has",
         )
+    if reason := explain_drafts(shape, request.drafts, platform):
+        yield _Obstacle("linear_drafts", f"{request.drafts_key} (method: {request.drafts}) {reason}")
     if limits.linear_block and shape.linear_state is not None and groups is not None and width is not None:
         state, keys = shape.linear_state // request.tensor, limits.linear_block * max(groups // request.tensor, 1) * width * 2
         if state % keys:

@@ -212,7 +212,7 @@ def _even_layers(role: MegatronConfig, layers: int) -> Iterator[Broken]:
 
 _LENGTH, _INFER_TENSOR = "generate_config.max_model_len", "generate_config.infer_tensor_parallel_size"
 _DTYPE, _INFER_EXPERT = "generate_config.dtype", "generate_config.infer_expert_parallel_size"
-_PREFIXES = "generate_config.enable_prefix_caching"
+_PREFIXES, _DRAFTS = "generate_config.enable_prefix_caching", "generate_config.speculative_config"
 
 
 @needs("rl_config", "generate_config")
@@ -250,6 +250,7 @@ def _engine_limits(run: Run) -> Iterator[Broken]:
         "linear_size": {"linear_key_head_dim": shape.linear_size, **kernels},
         "linear_dtype": {_DTYPE: generate.dtype, **kernels},
         "linear_prefixes": {_PREFIXES: generate.enable_prefix_caching, **kernels},
+        "linear_drafts": {_DRAFTS: "...", **kernels},
         "linear_state": {**tensor, **kernels},
         "length": {_LENGTH: generate.max_model_len},
     }
@@ -258,6 +259,7 @@ def _engine_limits(run: Run) -> Iterator[Broken]:
     suggestions = {
         "linear_dtype": {_DTYPE: "bfloat16"},
         "linear_prefixes": {_PREFIXES: False},
+        "linear_drafts": {_DRAFTS: None},
         "length": {_LENGTH: shape.max_length} if fits else {},
     }
     derived = cfg.derived.get(_LENGTH)
@@ -272,6 +274,8 @@ def _engine_limits(run: Run) -> Iterator[Broken]:
         generate.dtype,
         _DTYPE,
         _PREFIXES if generate.enable_prefix_caching else "",
+        generate.draft_method,
+        _DRAFTS,
     )
     for obstacle in engine_obstacles(shape, request, cfg.platform):
         rule = obstacle.rule

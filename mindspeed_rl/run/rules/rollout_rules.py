@@ -15,7 +15,7 @@ from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS, RLConfig
 from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.files import read_json
 from mindspeed_rl.run.record import Run
-from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE, read_engine_shape
+from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE
 from mindspeed_rl.run.rules.quantized_models import UNQUANTIZED_DENSE, explain_actor
 from mindspeed_rl.run.rules.violation import Broken, needs, read_key, violate
 
@@ -475,12 +475,6 @@ def _unlike_drafts(run: Run, is_model: bool) -> Iterator[Broken]:
         key = "generate_config.infer_expert_parallel_size"
         text = f"{key} cannot be combined with a draft model ({_DRAFTS}.model)"
         yield violate("speculative_config", text, _OFF, keys={key: "..."})
-    if read_engine_shape(run.config).linear_heads and run.config.platform not in ("cpu", "auto"):
-        text = (
-            "cannot be used with this model on this platform: for drafts the engine has other kernels of its gated delta nets "
-            "(convolution and recurrence), which no run has compared there"
-        )
-        yield violate("speculative_config", f"{_DRAFTS} {text}", _OFF, keys=_OFF)
 
 
 @needs("generate_config")

@@ -7,8 +7,9 @@ import time
 import pytest
 import tiny_models
 
+from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.models import architecture_for
-from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.model_config import LinearAttention, ModelConfig
 
 VALUES = [None, 0, -1, 1, 0.5, 1e9, 10**9, 10**12, float("nan"), float("inf"), True, False, "", "x", [], [1], {"a": 1}]
 MORE_KEYS = ("rope_scaling", "rope_theta", "mlp_only_layers", "use_sliding_window", "head_dim", "max_window_layers")
@@ -64,3 +65,17 @@ def test_a_vision_model_around_a_supported_text_model_says_how_to_get_the_text_m
     config = {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl", "text_config": text}
     with pytest.raises(ValueError, match=r"its text model is supported: save it with AutoModelForCausalLM"):
         architecture_for(config)
+
+
+def test_states_of_drafts_are_counted() -> None:
+    """Two layers of 4 heads x 64 x 64 numbers in float32, and 3 tokens of 512 channels in bfloat16."""
+    linear = LinearAttention((0, 2), 2, 4, 64, 64, 4)
+    assert linear.count_state_bytes(2) == 2 * (4 * 64 * 64 * 4 + 3 * 512 * 2)
+    # with two drafts three states each, whose convolution reaches back two tokens more; half of it on each of two ranks
+    assert linear.count_state_bytes(2, 2, 2) == 2 * 3 * (4 * 64 * 64 * 4 + 5 * 512 * 2) // 2
+    drafts = {None: 0, "suffix": 24, "ngram": 3, "mtp": 1}
+    for method, count in drafts.items():
+        given = {"method": method} | ({"num_speculative_tokens": 3} if method == "ngram" else {})
+        config = GenerateConfig(speculative_config=None if method is None else given)
+        assert (config.num_draft_tokens, config.draft_method) == (count, method or "")
+    assert GenerateConfig(speculative_config={"method": "mtp", "num_speculative_tokens": None}).num_draft_tokens == 1

@@ -346,7 +346,7 @@ def test_expert_weights_in_a_layout_of_another_release_stop_the_run() -> None:
     [
         ({}, "VLLM_ASCEND_ENABLE_NZ: 1"),
         ({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1"}, "VLLM_ASCEND_ENABLE_FUSED_MC2"),
-        ({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_ASCEND_ENABLE_MLAPO": "1"}, "VLLM_ASCEND_ENABLE_MLAPO: copies weights of latent"),
+        ({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_ASCEND_ENABLE_MLAPO": "1"}, r"ENABLE_MLAPO \(1 when unset\) copies weights"),
     ],
 )
 def test_an_environment_that_breaks_weight_updates_is_refused(environment: dict[str, str], named: str) -> None:

@@ -133,12 +133,20 @@ def test_gated_delta_nets_have_drafts_on_the_cpu_and_no_draft_model_is_one(tmp_p
         keys: dict[str, Any] = {"megatron_training": {"bf16": True}, "generate_config": generate}
         return [str(item) for item in validate(run(tmp_path / "m", config, **keys, platform=platform))]
 
-    assert said("cpu", HYBRID, method="suffix") == []
-    for platform in ("npu", "cuda"):
-        (found,) = said(platform, HYBRID, method="suffix")
-        assert "generate_config.speculative_config cannot be used with this model on this platform" in found
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(PLAIN))
+    (tmp_path / "plain" / "model.safetensors").write_bytes(b"")
+    other: dict[str, Any] = {"model": str(tmp_path / "plain")}
+    for method, named in {"mtp": {}, "ngram": {}, "suffix": {}, "draft_model": other, "eagle": other, "eagle3": other}.items():
+        found = said("cpu", HYBRID, method=method, **named)
+        assert len(found) == bool(named) and all("(method: " + method + ")" in text for text in found)
+        assert all("of drafts only mtp, ngram, suffix are proven on cpu" in text for text in found)
+        for platform in ("npu", "cuda"):
+            (refused,) = said(platform, HYBRID, method=method, **named)
+            assert f"of drafts none is proven on {platform}" in refused
+    assert said("npu", PLAIN, method="suffix") == []
     for name, config in (("plain", PLAIN), ("states", HYBRID), ("tower", {"text_config": HYBRID})):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         (tmp_path / name / "model.safetensors").write_bytes(b"")
         found = said("cpu", PLAIN, method="draft_model", model=str(tmp_path / name))
