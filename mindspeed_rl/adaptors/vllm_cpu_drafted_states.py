@@ -28,24 +28,46 @@ from torch import Tensor, nn
 def apply() -> None:
     """Replace the computation of engines with drafts in this process. Imports vLLM; idempotent."""
     try:
-        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
-    except ImportError:  # releases without gated delta nets on the CPU
+        from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+    except ImportError:  # a release without gated delta nets
         return
-    if hasattr(gdn_attention, _COMPUTE) and getattr(gdn_attention, _COMPUTE) is not _compute:
+    builder: Any = GDNAttentionMetadataBuilder
+    if getattr(builder, _IS_ADAPTED, False):
+        return
+    try:
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    except ImportError:
+        gdn_attention = None
+    if hasattr(gdn_attention, _COMPUTE):
         setattr(gdn_attention, _COMPUTE, _compute)
-        _mark_first_tokens()
+        _mark_first_tokens(builder)
+    else:
+        _refuse_drafts(builder)
+    setattr(builder, _IS_ADAPTED, True)
 
 
-_COMPUTE = "_cpu_gdn_attention_spec_aware"
+_COMPUTE, _IS_ADAPTED = "_cpu_gdn_attention_spec_aware", "_computes_drafts_plainly"
 #: attribute of a step's metadata: of each request with drafts, whether its first token is in this step, [requests]
 _BEGINS = "begins"
 
 
-def _mark_first_tokens() -> None:
-    """Let the metadata of a step say which requests with drafts have no state yet."""
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+def _refuse_drafts(builder: Any) -> None:
+    """Let engines with drafts end when they are built: this release computes them in another way."""
+    init = builder.__init__
 
-    builder: Any = GDNAttentionMetadataBuilder
+    def refuse(self: Any, *args: Any, **named: Any) -> None:
+        init(self, *args, **named)
+        if self.use_spec_decode:
+            raise RuntimeError(
+                "generate_config.speculative_config: this release of vLLM computes drafts over gated delta nets in a way that "
+                "was not looked at, and responses would change; leave it out"
+            )
+
+    builder.__init__ = refuse
+
+
+def _mark_first_tokens(builder: Any) -> None:
+    """Let the metadata of a step say which requests with drafts have no state yet."""
     build = builder.build
 
     def build_marked(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **named: Any) -> Any:
