@@ -26,12 +26,17 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from mindspeed_rl.config.model_metadata import find_code_elsewhere
 from mindspeed_rl.files import read_json
-from mindspeed_rl.models import describe_unbuilt
+from mindspeed_rl.models import describe_unbuilt, list_classes
 from mindspeed_rl.models.model_config import HfConfig
 
 _T = TypeVar("_T")
@@ -42,6 +47,13 @@ _MARK = "_is_hf_initialized"
 _AS_FLOATS = "_as_floats"
 #: setting of a run that generates with such a module
 _ROLLOUT = "generate_config.engine: transformers"
+#: classes of transformers by model type; the first is the one that computes a model of text
+_CLASSES: tuple[Mapping[str, str | tuple[str, ...]], ...] = (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 
 def read_hf_config(hf_folder: Path, key: str, *, trusts_code: bool = False) -> PretrainedConfig:
@@ -58,6 +70,8 @@ def read_hf_config(hf_folder: Path, key: str, *, trusts_code: bool = False) -> P
     path, installed = hf_folder / "config.json", f"transformers {transformers.__version__}"
     content = read_json(path)
     model_type, mapped = content.get("model_type"), content.get("auto_map")
+    if model_type is not None and not isinstance(model_type, str):
+        raise ValueError(f"{path}: model_type is {model_type!r}; expected the name of a type, such as 'qwen3'")
     if model_type in CONFIG_MAPPING:
         _check_class(content, f"{path}: {installed}")
         return take_values(lambda: AutoConfig.from_pretrained(hf_folder, trust_remote_code=False), path)
@@ -88,14 +102,15 @@ def _check_class(content: HfConfig, installed: str) -> None:
     Raises:
         ValueError: config.json names classes, and all of them are of another model.
     """
-    built = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(content["model_type"]))
-    names = content.get("architectures")
-    if built is None or not isinstance(names, list) or not names:
+    found = (mapping.get(str(content["model_type"])) for mapping in _CLASSES)
+    built = [name for names in found if names for name in ([names] if isinstance(names, str) else names)]
+    names = list_classes(content)
+    if not built or not names:
         return
-    if _get_stem(built) not in {_get_stem(str(name)) for name in names}:
+    if not {_get_stem(name) for name in built} & {_get_stem(name) for name in names}:
         raise ValueError(
-            f"{installed} computes model_type {content['model_type']} as {built}, and architectures names "
-            f"{', '.join(map(str, names))}, another model; take the config.json that came with the weights."
+            f"{installed} computes model_type {content['model_type']} as {built[0]}, and architectures names "
+            f"{', '.join(names)}, another model; take the config.json that came with the weights."
         )
 
 
