@@ -111,7 +111,19 @@ def list_classes(hf_config: HfConfig) -> list[str]:
     return [name for name in plain if not _WRAPPERS.fullmatch(name)]
 
 
-def _check_type(family: Architecture, hf_config: HfConfig, known: list[Architecture]) -> None:
+def read_model_type(hf_config: HfConfig) -> str | None:
+    """Return the model type of config.json; None where it has none.
+
+    Raises:
+        ValueError: it is no name.
+    """
+    model_type = hf_config.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise ValueError(f"model_type is {model_type!r}; expected the name of a type, such as 'qwen3'")
+    return model_type
+
+
+def _check_type(family: Architecture, classes: list[str], model_type: str | None, known: list[Architecture]) -> None:
     """Check that the model type of config.json is not another model's than its classes.
 
     Types that no family has are taken: some models have one for code of their own. So are those of a model's part of text.
@@ -119,12 +131,11 @@ def _check_type(family: Architecture, hf_config: HfConfig, known: list[Architect
     Raises:
         ValueError: it is another family's, or that of a model that nothing here computes.
     """
-    model_type = hf_config.get("model_type")
-    if not isinstance(model_type, str) or _name_family(model_type) in map(_name_family, family.model_types):
+    if model_type is None or _name_family(model_type) in map(_name_family, family.model_types):
         return
     if model_type in UNBUILT or any(model_type in other.model_types for other in known):
         raise ValueError(
-            f"config.json is of two models: architectures has {', '.join(hf_config['architectures'])}, and model_type is "
+            f"config.json is of two models: architectures has {', '.join(classes)}, and model_type is "
             f"{model_type}, another model's; take the config.json that came with the weights"
         )
 
@@ -139,11 +150,11 @@ def architecture_for(hf_config: HfConfig) -> Architecture:
     Raises:
         ValueError: neither ``architectures`` nor ``model_type`` is supported, or they are of different models.
     """
-    classes, model_type = list_classes(hf_config), hf_config.get("model_type")
+    classes, model_type = list_classes(hf_config), read_model_type(hf_config)
     known = [find_architecture(name) for name in ARCHITECTURES]
     for candidate in known:
         if any(name in candidate.hf_classes for name in classes):
-            _check_type(candidate, hf_config, known)
+            _check_type(candidate, classes, model_type, known)
             return candidate
     if not classes:
         for candidate in known:

@@ -13,7 +13,7 @@ import transformers
 from published import MODELS
 
 from mindspeed_rl.models import ARCHITECTURES, UNBUILT, architecture_for, find_architecture
-from mindspeed_rl.models.hf_module import _check_class
+from mindspeed_rl.models.hf_module import _check_class, read_hf_config
 from mindspeed_rl.models.plan import read_model
 
 sys.path.append(str(Path(__file__).parents[2] / "dist"))
@@ -110,7 +110,7 @@ def test_transformers_own_classes_of_a_type_are_of_one_model(kind: str) -> None:
     mappings = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
     named = [mapping[kind] for mapping in mappings if kind in mapping]
     for classes in named:
-        _check_class({"model_type": kind, "architectures": [classes]}, "transformers")
+        _check_class([classes], kind, "transformers")
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
@@ -119,7 +119,7 @@ def test_what_saved_a_model_is_not_its_class(classes: str, engine: str, tmp_path
     config = MODELS["Qwen2.5-0.5B"] | {"architectures": [classes]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_model(tmp_path, engine)[0].name == "qwen2"
-    _check_class(config, "transformers")
+    assert read_hf_config(tmp_path, "engine: fsdp").model_type == "qwen2"
 
 
 def test_a_marked_class_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -128,6 +128,7 @@ def test_a_marked_class_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [["a"], {"a": 1}, 3])
-def test_a_type_that_is_no_name_is_one_sentence(kind: object, tmp_path: Path) -> None:
-    text = refuse(tmp_path, {"architectures": ["GPTNeoXForCausalLM"], "model_type": kind}, "fsdp")
+@pytest.mark.parametrize(("classes", "engine"), [("GPTNeoXForCausalLM", "fsdp"), ("Qwen2ForCausalLM", "megatron")])
+def test_a_type_that_is_no_name_is_one_sentence(kind: object, classes: str, engine: str, tmp_path: Path) -> None:
+    text = refuse(tmp_path, {"architectures": [classes], "model_type": kind}, engine)
     assert text.endswith(f"model_type is {kind!r}; expected the name of a type, such as 'qwen3'")
