@@ -210,6 +210,7 @@ def _build_prompt_format(
         end_tokens=options.add_eos_token,
         end_ids=options.stop_token_ids,
         image_reader=None if rules is None else ImageReader.build(rules, tokenizer),
+        vocab_size=model.model_config.vocab_size,
     )
 
 

@@ -15,6 +15,7 @@ from mindspeed_rl.cli.main import main
 from mindspeed_rl.cli.new.tiny_model import save_tiny_model
 from mindspeed_rl.config import GenerateConfig, MegatronConfig, load_run_config
 from mindspeed_rl.config.model_metadata import read_model_metadata
+from mindspeed_rl.data.conversation import Conversation, user
 from mindspeed_rl.data.tokenizer import read_tokenizer
 from mindspeed_rl.inference.model_files import ModelSettings, open_model
 from mindspeed_rl.inference.session import _read_shape
@@ -99,8 +100,13 @@ def test_a_padding_token_that_the_model_lacks_is_a_warning_where_nothing_is_padd
     parser = argparse.ArgumentParser()
     add_model_options(parser)
     add_prompt_options(parser)
-    (warning,) = open_session(parser.parse_args(["--load", str(padded), "--platform", "cpu"])).warnings
-    assert "it lacks 1 added tokens" in warning and "'<padding>'" in warning
+    session = open_session(parser.parse_args(["--load", str(padded), "--platform", "cpu"]))
+    assert "it lacks 1 added tokens" in session.warnings[0] and "'<padding>'" in session.warnings[0]
+    texts = [Conversation([user(text)]) for text in ("a", "a<padding>")]
+    assert len(session.prompt_format.encode(texts[:1])) == 1
+    size = len(session.tokenizer) - 1
+    with pytest.raises(ValueError, match=rf"prompt 2 has token {size} \('<padding>'\), and the model's vocabulary has {size}"):
+        session.prompt_format.encode(texts)
     keys = ("actor_config.load", "megatron_training.tokenizer_name_or_path")
     with pytest.raises(ValueError, match="its pad_token is token"):  # clients of a service train
         open_tenants(load_run_config("serve_tiny_cpu", None, [f"{key}={padded}" for key in keys]))
