@@ -100,14 +100,19 @@ class _Reader:
             raise ValueError(f"general.alignment is {alignment!r}; expected a power of 2 up to {_MAX_ALIGNMENT}")
         start = expected = -(-self._at // alignment) * alignment
         tensors = tuple(self._tensor(start, alignment, *entry) for entry in entries)
-        # one after the other, as llama.cpp wants them: a wrong type, shape or place would read bytes of another tensor
+        # one after the other, as llama.cpp checks too: a wrong type, shape or offset would read bytes of another tensor
         for tensor, (*_, offset) in zip(tensors, entries):
             if start + offset != expected:
                 raise ValueError(
                     f"the tensor {tensor.name!r} is at byte {start + offset}, and those before it end at {expected}: a type, a"
-                    " shape or a place is wrong"
+                    " shape or an offset is wrong"
                 )
             expected += -(-tensor.data.nbytes // alignment) * alignment
+        if (rest := len(self._content) - expected) >= alignment:  # negative where the last tensor is not padded
+            raise ValueError(
+                f"the tensors end at byte {expected}, and {rest} bytes follow: the type or the shape of the last one is wrong,"
+                " or bytes were appended"
+            )
         names = [tensor.name for tensor in tensors]
         if len(set(names)) < len(names):
             twice = next(name for index, name in enumerate(names) if name in names[:index])

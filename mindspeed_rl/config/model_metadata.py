@@ -36,6 +36,26 @@ _HEAD_SIZES = {
 #: keys of config.json with the number of experts, by family
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
+#: keys of layers that keep a state: linear attention, state-space models, short convolutions, RG-LRU, RWKV, xLSTM
+_STATE_KEYS = (
+    *("linear_num_value_heads", "linear_attn_config", "mamba_num_heads", "mamba_d_state", "state_size", "ssm_state_size"),
+    *("conv_L_cache", "number_of_conv_states", "lru_width", "attention_hidden_size", "qk_dim_factor"),
+)
+#: keys with the kind of each layer, and parts of the names of kinds with a state
+_LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+_STATE_KINDS = ("linear", "conv", "recurrent", "mamba", "hybrid")
+
+
+def keeps_states(config: Mapping[str, object]) -> bool:
+    """Return True for the config.json of a model of text whose layers, or some, keep a state instead of keys and values."""
+    kinds = [str(kind) for key in _LAYER_KINDS if isinstance(listed := config.get(key), list) for kind in listed]
+    lightning = config.get("attn_type_list")  # of MiniMax-Text-01: 0 for linear attention
+    return (
+        any(config.get(key) is not None for key in _STATE_KEYS)
+        or any(part in kind for kind in kinds for part in _STATE_KINDS)
+        or (isinstance(lightning, list) and 0 in lightning)
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineShape:

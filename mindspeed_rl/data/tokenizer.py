@@ -79,6 +79,21 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     Raises:
         ValueError: nothing loadable is there, or the tokenizer has no end token.
     """
+    tokenizer: Any = read_tokenizer(path, trust_remote_code=trust_remote_code, use_fast=use_fast)
+    if tokenizer.eos_token_id is None:
+        # the folder, also of a name on a hub
+        raise ValueError(f"the tokenizer in {tokenizer.name_or_path!r} has no eos_token; set one in its tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def read_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fast: bool = True) -> PreTrainedTokenizerBase:
+    """Return the tokenizer as its files have it, which may be without an end or a padding token; see `load_tokenizer`.
+
+    Raises:
+        ValueError: nothing loadable is there.
+    """
     local = check_tokenizer_files(path)
     if not local and (name := parse_hub_name(str(path))) is not None:
         path, local = fetch(name, "tokenizer_name_or_path", "tokenizer"), True
@@ -98,10 +113,6 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
         raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {reason}") from error
     if local and not is_plain_folder:
         tokenizer = _obey_class(tokenizer, Path(path).expanduser(), trust_remote_code=trust_remote_code)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer in {str(path)!r} has no eos_token; set one in its tokenizer_config.json")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
@@ -185,17 +196,21 @@ def check_tokens(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
             )
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, sizes: Mapping[str, int], path: str | Path) -> list[str]:
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, sizes: Mapping[str, int], path: str | Path, *, pads: bool = True
+) -> list[str]:
     """Check the tokenizer of a run, a session or a server against its file and its models; return warnings.
 
     Raises:
         ValueError: see `check_tokens` and `check_vocabulary`.
     """
     check_tokens(tokenizer, path)
-    return check_vocabulary(tokenizer, sizes, path)
+    return check_vocabulary(tokenizer, sizes, path, pads=pads)
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, sizes: Mapping[str, int], path: str | Path) -> list[str]:
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, sizes: Mapping[str, int], path: str | Path, *, pads: bool = True
+) -> list[str]:
     """Check that the models of a run have the tokens of its tokenizer; return a warning where they lack only added ones.
 
     Some published models have added tokens that their embedding lacks, such as the one for images in a model of text. Only
@@ -203,19 +218,21 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, sizes: Mapping[str, int
 
     Args:
         sizes: number of tokens that a model can read, by its folder.
+        pads: the models read the padding token, as in training.
 
     Raises:
-        ValueError: a model lacks the end token, the padding token, or tokens that any text may have.
+        ValueError: a model lacks the end token, a padding token that it reads, or tokens that any text may have.
     """
     key = f"tokenizer_name_or_path={str(path)!r}"
     folder, vocab_size = min(sizes.items(), key=lambda item: item[1])
-    for name, token_id in (("eos_token", tokenizer.eos_token_id), ("pad_token", tokenizer.pad_token_id)):
+    named = {"eos_token": tokenizer.eos_token_id} | ({"pad_token": tokenizer.pad_token_id} if pads else {})
+    for name, token_id in named.items():
         if isinstance(token_id, int) and token_id >= vocab_size:
             raise ValueError(
                 f"{key}: its {name} is token {token_id}, but the model's vocabulary has {vocab_size} ({folder}); give the"
                 f" tokenizer of the model, or another {name} in its tokenizer_config.json"
             )
-    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    vocabulary, added = tokenizer.get_vocab(), {*tokenizer.get_added_vocab(), tokenizer.pad_token}
     missing = {token_id: token for token, token_id in vocabulary.items() if token_id >= vocab_size}
     if not missing:
         return []

@@ -67,6 +67,7 @@ class PromptFormat:
         end_tokens: Sequence[str] = (),
         end_ids: Sequence[int] = (),
         image_reader: ImageReader | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Load the template.
 
@@ -77,6 +78,7 @@ class PromptFormat:
             hf_folder: may contain generation_config.json.
             end_tokens, end_ids: additional tokens that end an answer, as text and by id.
             image_reader: image reader of a model of images.
+            vocab_size: tokens that the model can read, where the tokenizer may have others; None for all.
 
         Raises:
             ValueError: unknown template, or an end token that is not in the vocabulary.
@@ -85,7 +87,7 @@ class PromptFormat:
         self.is_chat = name is not None
         self.tokenizer = tokenizer
         self.tools: Sequence[dict[str, Any]] = ()
-        self.image_reader = image_reader
+        self.image_reader, self._vocab_size = image_reader, vocab_size
         self._thinking: Thinking = choose_thinking(thinking, arguments)
         #: arguments of the template in all renderings
         self.template_arguments: dict[str, object] = dict(arguments or {})
@@ -121,8 +123,18 @@ class PromptFormat:
 
         Raises:
             ValueError: a conversation needs a template and there is none, the template cannot render it, a text has no tokens,
-                or it has images, and the model is one of text.
+                it has a token that the model's vocabulary lacks, or images, and the model is one of text.
         """
+        prompts = self._encode(conversations)
+        for index, prompt in enumerate(prompts):
+            if self._vocab_size is not None and (largest := max(prompt, default=0)) >= self._vocab_size:
+                text = self.tokenizer.convert_ids_to_tokens(largest)
+                raise ValueError(
+                    f"prompt {index + 1} has token {largest} ({text!r}), and the model's vocabulary has {self._vocab_size}"
+                )
+        return prompts
+
+    def _encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         reader = self.image_reader
         if reader is None:
             if any(conversation.images for conversation in conversations):

@@ -210,6 +210,7 @@ def _build_prompt_format(
         end_tokens=options.add_eos_token,
         end_ids=options.stop_token_ids,
         image_reader=None if rules is None else ImageReader.build(rules, tokenizer),
+        vocab_size=model.model_config.vocab_size,
     )
 
 
@@ -269,7 +270,7 @@ def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
         tokenizer = load_tokenizer(
             tokenizer_path, trust_remote_code=options.trust_remote_code, use_fast=not options.tokenizer_not_use_fast
         )
-    warnings = check_tokenizer(tokenizer, {str(model.source.path): model.model_config.vocab_size}, tokenizer_path)
+    warnings = check_tokenizer(tokenizer, {str(model.source.path): model.model_config.vocab_size}, tokenizer_path, pads=False)
     prompt_format = _build_prompt_format(options, model, tokenizer, chats=chats)
     max_len = options.max_length or model.model_config.max_position_embeddings
     _check_attention(options.engine, device.name, model.model_config, max_len)

@@ -92,19 +92,69 @@ def find_architecture(name: str) -> Architecture:
     return registry.load(ARCHITECTURES.get(name, name), f"architecture {name!r}")
 
 
+#: classes around a model, whose names say nothing about it: of PEFT, of transformers' factories and of torch.compile
+_WRAPPERS = re.compile(r"(AutoModel|PeftModel|PreTrainedModel)(For\w+)?|OptimizedModule")
+
+
+def list_classes(hf_config: HfConfig) -> list[str]:
+    """Return the classes of a model that config.json names, without the marks of what saved it.
+
+    transformers' Trainer wrote FSDPQwen2ForCausalLM for a model under FSDP.
+
+    Raises:
+        ValueError: `architectures` is no list of names.
+    """
+    names = hf_config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json has architectures {names!r}; expected a list of class names")
+    plain = (name.removeprefix("FSDP") for name in names)
+    return [name for name in plain if not _WRAPPERS.fullmatch(name)]
+
+
+def read_model_type(hf_config: HfConfig) -> str | None:
+    """Return the model type of config.json; None where it has none.
+
+    Raises:
+        ValueError: it is no name.
+    """
+    model_type = hf_config.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise ValueError(f"model_type is {model_type!r}; expected the name of a type, such as 'qwen3'")
+    return model_type
+
+
+def _check_type(family: Architecture, classes: list[str], model_type: str | None, known: list[Architecture]) -> None:
+    """Check that the model type of config.json is not another model's than its classes.
+
+    Types that no family has are taken: some models have one for code of their own. So are those of a model's part of text.
+
+    Raises:
+        ValueError: it is another family's, or that of a model that nothing here computes.
+    """
+    if model_type is None or _name_family(model_type) in map(_name_family, family.model_types):
+        return
+    if model_type in UNBUILT or any(model_type in other.model_types for other in known):
+        raise ValueError(
+            f"config.json is of two models: architectures has {', '.join(classes)}, and model_type is "
+            f"{model_type}, another model's; take the config.json that came with the weights"
+        )
+
+
+def _name_family(model_type: str) -> str:
+    return model_type.removesuffix("_text")
+
+
 def architecture_for(hf_config: HfConfig) -> Architecture:
     """Return the Architecture of a checkpoint, from its config.json.
 
     Raises:
-        ValueError: neither ``architectures`` nor ``model_type`` is supported.
+        ValueError: neither ``architectures`` nor ``model_type`` is supported, or they are of different models.
     """
-    classes = hf_config.get("architectures") or []
-    model_type = hf_config.get("model_type")
-    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise ValueError(f"config.json has architectures {classes!r}; expected a list of class names")
+    classes, model_type = list_classes(hf_config), read_model_type(hf_config)
     known = [find_architecture(name) for name in ARCHITECTURES]
     for candidate in known:
         if any(name in candidate.hf_classes for name in classes):
+            _check_type(candidate, classes, model_type, known)
             return candidate
     if not classes:
         for candidate in known:

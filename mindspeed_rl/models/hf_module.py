@@ -26,13 +26,17 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from mindspeed_rl.config.model_metadata import find_code_elsewhere
 from mindspeed_rl.files import read_json
-from mindspeed_rl.models import describe_unbuilt
-from mindspeed_rl.models.model_config import HfConfig
+from mindspeed_rl.models import describe_unbuilt, list_classes, read_model_type
 
 _T = TypeVar("_T")
 
@@ -42,6 +46,13 @@ _MARK = "_is_hf_initialized"
 _AS_FLOATS = "_as_floats"
 #: setting of a run that generates with such a module
 _ROLLOUT = "generate_config.engine: transformers"
+#: classes of transformers by model type; the first is the one that computes a model of text
+_CLASSES: tuple[Mapping[str, str | tuple[str, ...]], ...] = (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 
 def read_hf_config(hf_folder: Path, key: str, *, trusts_code: bool = False) -> PretrainedConfig:
@@ -57,9 +68,12 @@ def read_hf_config(hf_folder: Path, key: str, *, trusts_code: bool = False) -> P
     """
     path, installed = hf_folder / "config.json", f"transformers {transformers.__version__}"
     content = read_json(path)
-    model_type, mapped = content.get("model_type"), content.get("auto_map")
+    try:
+        classes, model_type, mapped = list_classes(content), read_model_type(content), content.get("auto_map")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if model_type in CONFIG_MAPPING:
-        _check_class(content, f"{path}: {installed}")
+        _check_class(classes, str(model_type), f"{path}: {installed}")
         return take_values(lambda: AutoConfig.from_pretrained(hf_folder, trust_remote_code=False), path)
     lacks = f"{path}: {installed} has no model of type {model_type}"
     if not isinstance(mapped, dict) or not mapped:
@@ -82,20 +96,23 @@ def read_hf_config(hf_folder: Path, key: str, *, trusts_code: bool = False) -> P
     return _read_foreign_config(hf_folder, lacks)
 
 
-def _check_class(content: HfConfig, installed: str) -> None:
+def _check_class(names: list[str], model_type: str, installed: str) -> None:
     """Check that the class of a model type is the one that config.json names: a newer model may have the type of another one.
 
+    Args:
+        names: classes of config.json without marks; see `list_classes`.
+
     Raises:
-        ValueError: config.json names classes, and all of them are of another model.
+        ValueError: there are some, and all of them are of another model.
     """
-    built = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(content["model_type"]))
-    names = content.get("architectures")
-    if built is None or not isinstance(names, list) or not names:
+    found = (mapping.get(model_type) for mapping in _CLASSES)
+    built = [name for each in found if each for name in ([each] if isinstance(each, str) else each)]
+    if not built or not names:
         return
-    if _get_stem(built) not in {_get_stem(str(name)) for name in names}:
+    if not {_get_stem(name) for name in built} & {_get_stem(name) for name in names}:
         raise ValueError(
-            f"{installed} computes model_type {content['model_type']} as {built}, and architectures names "
-            f"{', '.join(map(str, names))}, another model; take the config.json that came with the weights."
+            f"{installed} computes model_type {model_type} as {built[0]}, and architectures names "
+            f"{', '.join(names)}, another model; take the config.json that came with the weights."
         )
 
 

@@ -36,6 +36,7 @@ class ModuleArchitecture(Architecture):
     Args:
         tensors: name, shape and decoder layer of each tensor of a checkpoint, in forward order.
         buffers: those that are buffers, which do not train.
+        kept_weight: a weight that its class keeps in float32 whatever the format of the others; empty for none.
         longest: longest row whose tokens have the probabilities that they have in shorter ones; None for any length.
         recomputes: its class can compute the activations of a layer again in the backward pass.
         embedding, head: names of the embedding, and of the head where it is a tensor of its own.
@@ -43,6 +44,7 @@ class ModuleArchitecture(Architecture):
 
     tensors: tuple[tuple[str, tuple[int, ...], int | None], ...] = ()
     buffers: frozenset[str] = frozenset()
+    kept_weight: str = ""
     longest: int | None = None
     recomputes: bool = True
     embedding: str = ""
@@ -103,13 +105,15 @@ class ModuleArchitecture(Architecture):
     def check_rollout(self, dtype: str, key: str) -> None:
         """Check the format in which the class generates: it mixes the weights that it keeps in float32 with the others.
 
+        A residual in float32, as Mamba's, is no obstacle: its class casts it before each product.
+
         Raises:
             ValueError: it is another one than float32, and the class keeps some.
         """
-        if dtype != "float32" and self.kept_in_float32:
+        if dtype != "float32" and self.kept_weight:
             raise ValueError(
                 f"{key} {dtype} computes with weights in that format, and transformers' class of {self.name} keeps some in "
-                f"float32, such as {self.kept_in_float32}; set float32"
+                f"float32, such as {self.kept_weight}; set float32"
             )
 
     def hf_copies(self, model_config: ModelConfig) -> dict[str, str]:
@@ -222,6 +226,7 @@ def _read_family(
     stored_as = {place.parameter: name for name, (place, _) in found.items()}
     order = {name: index for index, name in enumerate(values)}
     ordered = sorted(found, key=lambda name: (order[(place := found[name][0]).parameter], place.index or 0, place.start))
+    kept = next(iter(list_kept(model)), "")
     architecture = ModuleArchitecture(
         name=config.model_type,
         hf_classes=classes,
@@ -232,8 +237,9 @@ def _read_family(
         packs=config.model_type in _PACKED,
         tensors=tuple((name, found[name][1], _find_layer(found[name][0].parameter, layers)) for name in ordered),
         buffers=frozenset(name for name, (place, _) in found.items() if place.parameter in buffers),
-        # Mamba's default: layers add to float32, which its head in bfloat16 does not take
-        kept_in_float32=next(iter(list_kept(model)), "the residual" if getattr(config, "residual_in_fp32", False) else ""),
+        # Mamba's default: layers add to float32, which the head that training computes in bfloat16 does not take
+        kept_in_float32=kept or ("the residual" if getattr(config, "residual_in_fp32", False) else ""),
+        kept_weight=kept,
         longest=_read_longest(config),
         recomputes=model.supports_gradient_checkpointing,
         embedding=stored_as[embedding],

@@ -279,6 +279,20 @@ def read_model(
     Raises:
         ValueError: config.json is missing, or it is of a model or of weights that are not supported.
     """
+    found = architecture, _, hf_config = _read_model(hf_folder, engine in BY_MODULE, trusts_code)
+    is_listed = hf_config.get("model_type") in architecture.model_types
+    if engine in BY_MODULE and not is_listed and not architecture.module_obstacle:
+        # by its class alone the model is of the table; transformers goes by the type, and may have another model of it, or none
+        from mindspeed_rl.models.hf_module import read_hf_config
+
+        read_hf_config(Path(hf_folder), f"engine: {engine}", trusts_code=trusts_code)
+    return found
+
+
+def _read_model(
+    hf_folder: str | Path, by_module: bool, trusts_code: bool
+) -> tuple[Architecture, ModelConfig, HfConfig]:
+    """Read a folder's model; see `read_model`. by_module: also of a family outside the table, by its class in transformers."""
     path = Path(hf_folder, "config.json")
     if not path.is_file():
         raise ValueError(
@@ -291,7 +305,7 @@ def read_model(
             architecture = architecture_for(hf_config)
             return architecture, architecture.read_model_config(hf_config), hf_config
         except ValueError:
-            if engine not in BY_MODULE:
+            if not by_module:
                 raise
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -305,7 +319,7 @@ def read_any_model(hf_folder: str | Path, *, trusts_code: bool = False) -> tuple
     Raises:
         ValueError: no engine has it.
     """
-    return read_model(hf_folder, min(BY_MODULE), trusts_code=trusts_code)
+    return _read_model(hf_folder, True, trusts_code)
 
 
 def _check_prediction(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:

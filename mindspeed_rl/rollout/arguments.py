@@ -25,6 +25,7 @@ from mindspeed_rl.adaptors.vllm_float32_head import FLOAT32_HEAD
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.data.images import ImageRules, StoredVideo, collapse_image_tokens, open_image, prepare_images
 from mindspeed_rl.files import read_json
+from mindspeed_rl.models import architecture_for, list_classes
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.costs import cpu_cache_bytes, read_draft_bytes, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import read_linear_attention
@@ -143,6 +144,9 @@ def _override_config(
 ) -> dict[str, Any]:
     """Return the keys of config.json that the engine reads otherwise."""
     overrides = hooks.override_config(hf_config)
+    if (named := hf_config.get("architectures")) and (classes := list_classes(hf_config)) != named:
+        # vLLM knows no class with a mark of what saved it
+        overrides["architectures"] = classes or [architecture_for(hf_config).hf_classes[0]]
     if "quantization_config" in hf_config or config.quantization is not None:
         # the format of the trainer's weights, also where the published ones are quantized
         overrides["quantization_config"] = (

@@ -28,7 +28,7 @@ from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE, EngineShape, read_model_metadata
 from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
-from mindspeed_rl.data.tokenizer import check_tokenizer, has_tokenizer, load_tokenizer
+from mindspeed_rl.data.tokenizer import check_tokenizer, has_tokenizer, read_tokenizer
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.run.placement import RolloutLayout
@@ -149,8 +149,8 @@ def _check_model(folder: Path, generate: GenerateConfig, shape: EngineShape, dev
     check_engine(replace(shape, source=str(folder)), request, device)
     if shape.vocab_size is None or not has_tokenizer(folder):
         return
-    tokenizer = load_tokenizer(folder, trust_remote_code=generate.trust_remote_code)
-    for warning in check_tokenizer(tokenizer, {str(folder): shape.vocab_size}, folder):
+    tokenizer = read_tokenizer(folder, trust_remote_code=generate.trust_remote_code)  # the server needs no end token
+    for warning in check_tokenizer(tokenizer, {str(folder): shape.vocab_size}, folder, pads=False):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 

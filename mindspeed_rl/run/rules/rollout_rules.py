@@ -12,6 +12,7 @@ from pathlib import Path
 from mindspeed_rl import registry
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS, RLConfig
+from mindspeed_rl.config.model_metadata import keeps_states
 from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.files import read_json
 from mindspeed_rl.run.record import Run
@@ -442,7 +443,8 @@ def _draft_keys(drafts: Mapping[str, object]) -> Iterator[Broken]:
         text = f"is {model!r}, but must be the folder of the draft's config.json and weights"
         yield _reject_draft(drafts, "model", text)
     elif method == "draft_model" and _has_states(folder):
-        text = f"is {model!r}, a model with linear attention, whose states the engine keeps for a policy only; use method: mtp"
+        text = f"is {model!r}, whose layers keep states (linear attention, convolutions); the engine has those of a policy only"
+        text += "; use method: mtp"
         yield _reject_draft(drafts, "model", text)
 
 
@@ -453,7 +455,7 @@ def _has_states(folder: Path) -> bool:
     except ValueError:  # the engine reports it
         return False
     text = shape.get("text_config") if isinstance(shape.get("text_config"), dict) else shape
-    return any(name in text for name in ("linear_num_value_heads", "mamba_num_heads", "mamba_d_state"))
+    return keeps_states(text)
 
 
 def _unlike_drafts(run: Run, is_model: bool) -> Iterator[Broken]:

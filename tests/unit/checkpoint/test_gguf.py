@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 gguf = pytest.importorskip("gguf", reason="the package gguf: bash envs/cpu/install.sh")
 
 from mindspeed_rl.checkpoint.gguf import find_gguf, open_gguf  # noqa: E402  (it needs the package)
+from mindspeed_rl.checkpoint.gguf_file import GgufFile  # noqa: E402
 from mindspeed_rl.cli.main import main  # noqa: E402
 
 SIZES = {
@@ -296,6 +297,14 @@ def test_what_is_no_such_model_is_one_line(
         start = find_place(content, "blk.0.attn_q.weight")[0] + place
         file.write_bytes(content[:start] + value + content[start + len(value) :])
         assert problem in fails(*hf)
+    last = max(read_tensors(file), key=lambda tensor: tensor.data_offset)
+    start = find_place(content, last.name)[0] + 4 + 8 * len(last.shape)  # behind its dimensions and sizes
+    for changed, rest in (
+        (content[:start] + struct.pack("<I", 1) + content[start + 4 :], last.n_bytes // 2),  # 16-bit numbers
+        (content + bytes(1000), 1000),
+    ):
+        file.write_bytes(changed)
+        assert f"and {rest} bytes follow: the type or the shape of the last one is wrong" in fails(*hf)
     file.write_bytes(content[:16] + struct.pack("<Q", 2**60) + content[24:])
     assert f"it states {2**60} keys" in fails(*hf)
     write(file, "llama", **{"rope.scaling.type": "yarn"})
@@ -312,3 +321,18 @@ def test_what_is_no_such_model_is_one_line(
     command = ("--load-dir", str(tmp_path), "--load-model-type", "gguf", "--save-model-type", "hf")
     assert "has 2 GGUF files; name one" in fails(*command)
     assert "does not exist" in fails("--load-dir", str(tmp_path / "no"), "--load-model-type", "gguf", "--save-model-type", "hf")
+
+
+@pytest.mark.parametrize("padding", [0, 31])
+def test_the_last_tensor_may_end_without_padding(padding: int, tmp_path: Path) -> None:
+    file, writer = tmp_path / "model.gguf", gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    writer.add_tensor("a", np.arange(8, dtype=np.float32))
+    writer.add_tensor("b", np.arange(1, 2, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    content = file.read_bytes()
+    end = content.rindex(struct.pack("<f", 1.0)) + 4
+    file.write_bytes(content[:end] + bytes(padding))
+    assert [tensor.data.view(np.float32).tolist() for tensor in GgufFile.open(file).tensors] == [list(range(8)), [1.0]]

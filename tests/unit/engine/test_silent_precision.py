@@ -80,6 +80,25 @@ def test_deepseek_v4_chooses_experts_in_float32_in_training_and_in_the_rollout(t
         module(torch.arange(8)[None])
 
 
+def test_mamba_generates_in_bfloat16_and_trains_in_float32(tmp_path: Path) -> None:
+    """It keeps its residual in float32, and no weight: a product casts the residual first."""
+    content = {**tiny_modules.CONFIGS["mamba"]().to_dict(), "architectures": ["MambaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    architecture, model_config, _ = read_model(tmp_path, "fsdp")
+    assert isinstance(architecture, ModuleArchitecture)
+    architecture.check_rollout("bfloat16", "generate_config.dtype:")
+    with pytest.raises(ValueError, match="mamba keeps some in float32, such as the residual; set bf16: false"):
+        check_model_form(MegatronConfig(engine="fsdp", bf16=True), architecture, model_config)
+    torch.manual_seed(3)
+    module, ids = build_module(read_hf_config(tmp_path, "generate_config.engine: transformers")).eval(), torch.arange(12)[None]
+    with torch.no_grad():
+        exact = module(ids).logits.log_softmax(-1)
+        cast_parameters(module, torch.bfloat16)
+        rounded = module(ids).logits.float().log_softmax(-1)
+    assert {value.dtype for value in module.parameters()} == {torch.bfloat16}
+    assert 0 < float((rounded - exact).abs().max()) < 0.05  # a few times 2**-8, the step of bfloat16
+
+
 def test_the_angles_of_a_bfloat16_module_of_deepseek_v4_are_those_of_the_formula(tmp_path: Path) -> None:
     rotary = build_v4(tmp_path).model.rotary_emb
     for name, settings in rotary.config.rope_parameters.items():

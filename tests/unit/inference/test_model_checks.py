@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,14 +10,18 @@ import pytest
 import transformers
 from byte_tokenizer import build_tokenizer
 
+from mindspeed_rl.cli.inference_options import add_model_options, add_prompt_options, open_session
 from mindspeed_rl.cli.main import main
 from mindspeed_rl.cli.new.tiny_model import save_tiny_model
-from mindspeed_rl.config import MegatronConfig, load_run_config
+from mindspeed_rl.config import GenerateConfig, MegatronConfig, load_run_config
 from mindspeed_rl.config.model_metadata import read_model_metadata
+from mindspeed_rl.data.conversation import Conversation, user
+from mindspeed_rl.data.tokenizer import read_tokenizer
 from mindspeed_rl.inference.model_files import ModelSettings, open_model
 from mindspeed_rl.inference.session import _read_shape
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, check_engine
 from mindspeed_rl.service.opening import open_tenants
+from mindspeed_rl.serving.standalone import _check_model
 
 NEEDED = {
     "generate": ["--load", "{}", "--prompt", "p"],
@@ -64,7 +69,8 @@ def test_the_state_of_a_delta_net_is_compared_with_the_cache_of_the_engine(tmp_p
     def check(platform: str) -> None:
         shape = _read_shape(open_model(ModelSettings(load=tmp_path)), "vllm")
         metadata = read_model_metadata(MegatronConfig(load=str(tmp_path)))
-        assert metadata is not None and metadata.shape.linear_state == shape.linear_state
+        itemsize = 4 if "float32" in (tmp_path / "config.json").read_text().partition("mamba_ssm_dtype")[2] else 2
+        assert metadata is not None and metadata.shape.linear_state == shape.linear_state == 4 * 64 * 32 * itemsize
         check_engine(shape, EngineRequest(1, 64, "--tensor-parallel-size", "--max-length", dtype="bfloat16"), platform)
 
     (tmp_path / "config.json").write_text(json.dumps(content | {"mamba_ssm_dtype": "bfloat16"}))
@@ -73,3 +79,45 @@ def test_the_state_of_a_delta_net_is_compared_with_the_cache_of_the_engine(tmp_p
         check("npu")
     (tmp_path / "config.json").write_text(json.dumps(content | {"mamba_ssm_dtype": "float32"}))
     check("npu")
+
+
+@pytest.fixture
+def padded(tmp_path: Path) -> Path:
+    """A model that reads all tokens of its tokenizer but the one for padding, as old folders of Llama 2."""
+    tokenizer = build_tokenizer(eos_token="<|im_end|>")
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<padding>"})
+    assert tokenizer.pad_token_id == size
+    config = transformers.LlamaConfig(
+        vocab_size=size, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, head_dim=32
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_padding_token_that_the_model_lacks_is_a_warning_where_nothing_is_padded(padded: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    add_prompt_options(parser)
+    session = open_session(parser.parse_args(["--load", str(padded), "--platform", "cpu"]))
+    assert "it lacks 1 added tokens" in session.warnings[0] and "'<padding>'" in session.warnings[0]
+    texts = [Conversation([user(text)]) for text in ("a", "a<padding>")]
+    assert len(session.prompt_format.encode(texts[:1])) == 1
+    size = len(session.tokenizer) - 1
+    with pytest.raises(ValueError, match=rf"prompt 2 has token {size} \('<padding>'\), and the model's vocabulary has {size}"):
+        session.prompt_format.encode(texts)
+    keys = ("actor_config.load", "megatron_training.tokenizer_name_or_path")
+    with pytest.raises(ValueError, match="its pad_token is token"):  # clients of a service train
+        open_tenants(load_run_config("serve_tiny_cpu", None, [f"{key}={padded}" for key in keys]))
+
+
+def test_a_server_takes_a_tokenizer_without_an_end_token(padded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = padded / "tokenizer_config.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "eos_token"}))
+    assert read_tokenizer(padded).eos_token_id is None
+    metadata = read_model_metadata(MegatronConfig(load=str(padded)))
+    assert metadata is not None
+    generate = GenerateConfig(infer_tensor_parallel_size=1, max_model_len=64, dtype="float32")
+    _check_model(padded, generate, metadata.shape, "cpu")
+    assert "it lacks 1 added tokens" in capsys.readouterr().err

@@ -36,6 +36,7 @@ print(json.dumps({
     "chunked": [engine.scheduler_config.enable_chunked_prefill, ascend["enable_chunked_prefill"]],
     "arguments": arguments["compilation_config"], "compile_sizes": engine.compilation_config.compile_sizes,
     "rope": internlm3.hf_config.rope_parameters, "length": internlm3.max_model_len, "model": internlm3.architectures,
+    "marked": engine.model_config.architectures,
 }))
 """
 LLAMA = {
@@ -52,7 +53,8 @@ INTERNLM3 = LLAMA | {
 
 
 def test_an_engine_gets_what_the_run_file_and_the_model_say(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    # as transformers' Trainer wrote it under FSDP
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"architectures": ["FSDPLlamaForCausalLM"]}))
     (tmp_path / "internlm3").mkdir()
     (tmp_path / "internlm3" / "config.json").write_text(json.dumps(INTERNLM3))
     result = run_program(PROGRAM, tmp_path)
@@ -60,6 +62,7 @@ def test_an_engine_gets_what_the_run_file_and_the_model_say(tmp_path: Path) -> N
     assert result["tokens"] == [4096, 512]  # where prompts are not split, a step takes a whole one
     assert result["arguments"] == {"compile_sizes": [4], "cudagraph_capture_sizes": [1, 8]}
     assert result["compile_sizes"] == [4]
+    assert result["marked"] == ["LlamaForCausalLM"]
     assert result["rope"] == {"rope_type": "default", "rope_theta": 5e7}  # as the trainer computes them
     assert result["model"] == ["InternLM3ForCausalLM"] and result["length"] == 4096
 

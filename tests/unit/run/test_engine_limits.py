@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from mindspeed_rl.config import build_run_config
-from mindspeed_rl.config.model_metadata import EngineShape, read_model_metadata
+from mindspeed_rl.config.model_metadata import EngineShape, keeps_states, read_model_metadata
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft, load_run
 from mindspeed_rl.run.resolve import resolve
@@ -151,6 +152,28 @@ def test_gated_delta_nets_have_drafts_on_the_cpu_and_no_draft_model_is_one(tmp_p
         (tmp_path / name / "model.safetensors").write_bytes(b"")
         found = said("cpu", PLAIN, method="draft_model", model=str(tmp_path / name))
         assert len(found) == (name != "plain") and all("linear attention" in text and "method: mtp" in text for text in found)
+
+
+#: model types whose layers keep states
+WITH_STATES = (
+    "mamba mamba2 falcon_mamba rwkv recurrent_gemma lfm2 lfm2_moe minimax jamba bamba zamba2 nemotron_h qwen3_next "
+    "qwen3_5_text kimi_linear xlstm"
+)
+
+
+@pytest.mark.parametrize("kind", WITH_STATES.split())
+def test_families_with_states_are_found_by_their_config(kind: str) -> None:
+    assert keeps_states(transformers.CONFIG_MAPPING[kind]().to_dict())
+
+
+def test_states_are_found_by_the_kinds_of_layers() -> None:
+    assert keeps_states({"layer_types": ["conv", "full_attention"]}) and keeps_states({"attn_type_list": [0, 1]})
+    assert not keeps_states({"layer_types": ["full_attention", "sliding_attention"], "attn_type_list": [1, 1]})
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text", "deepseek_v32", "deepseek_v4", "gpt_oss", "minimax_m2"])
+def test_families_of_attention_alone_have_no_states(kind: str) -> None:
+    assert not keeps_states(transformers.CONFIG_MAPPING[kind]().to_dict())
 
 
 #: names of the number of experts in config.json
