@@ -26,6 +26,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.adaptors.vllm_async import openai_app
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE, EngineShape, read_model_metadata
+from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.data.media_limits import NO_LIMITS, MediaLimits
 from mindspeed_rl.data.tokenizer import check_tokenizer, has_tokenizer, read_tokenizer
@@ -33,6 +34,7 @@ from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, check_engine
+from mindspeed_rl.run.rules.quantized_models import UNQUANTIZED_DENSE
 from mindspeed_rl.run.rules.rollout_rules import explain_sent_experts
 from mindspeed_rl.runtime.process import prepare_process
 from mindspeed_rl.serving.call_bodies import read_arguments
@@ -91,10 +93,8 @@ def serve(
     metadata = read_model_metadata(MegatronConfig(load=str(folder)))
     if metadata is not None and metadata.reads_images:
         os.environ[VISION_VARIABLE] = "1"
-    has_experts = metadata is not None and bool(metadata.shape.num_experts)
-    if generate.quantization is not None and device.name == "npu" and has_experts:
-        if reason := explain_sent_experts(generate):
-            raise RuntimeError(f"--quantization {generate.quantization} is not available {reason}")
+    if metadata is not None and device.name == "npu" and (reason := _explain_format(generate, metadata.shape)):
+        raise RuntimeError(f"--quantization {generate.quantization} is not available {reason}")
     if metadata is not None:
         _check_model(folder, generate, metadata.shape, device.name)
     prepare_process(("rollout",), None)
@@ -125,6 +125,15 @@ def serve(
             engine.close()
 
     asyncio.run(serve_until_interrupted())
+
+
+def _explain_format(generate: GenerateConfig, shape: EngineShape) -> str:
+    """Return why NPUs do not have the format of a server's weights, where its model's shape says so; "" where they do."""
+    if generate.quantization is None:
+        return ""
+    if shape.num_experts:
+        return explain_sent_experts(generate)
+    return UNQUANTIZED_DENSE if QUANTIZED_FORMATS[find_format(generate.quantization, "npu")].others is not None else ""
 
 
 def _check_model(folder: Path, generate: GenerateConfig, shape: EngineShape, device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 
@@ -14,14 +15,14 @@ from mindspeed_rl.cli.inference_options import add_model_options, add_prompt_opt
 from mindspeed_rl.cli.main import main
 from mindspeed_rl.cli.new.tiny_model import save_tiny_model
 from mindspeed_rl.config import GenerateConfig, MegatronConfig, load_run_config
-from mindspeed_rl.config.model_metadata import read_model_metadata
+from mindspeed_rl.config.model_metadata import EngineShape, read_model_metadata
 from mindspeed_rl.data.conversation import Conversation, user
 from mindspeed_rl.data.tokenizer import read_tokenizer
 from mindspeed_rl.inference.model_files import ModelSettings, open_model
 from mindspeed_rl.inference.session import _read_shape
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, check_engine
 from mindspeed_rl.service.opening import open_tenants
-from mindspeed_rl.serving.standalone import _check_model
+from mindspeed_rl.serving.standalone import _check_model, _explain_format
 
 NEEDED = {
     "generate": ["--load", "{}", "--prompt", "p"],
@@ -121,3 +122,22 @@ def test_a_server_takes_a_tokenizer_without_an_end_token(padded: Path, capsys: p
     generate = GenerateConfig(infer_tensor_parallel_size=1, max_model_len=64, dtype="float32")
     _check_model(padded, generate, metadata.shape, "cpu")
     assert "it lacks 1 added tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("experts", "quantization", "said"),
+    [(None, "w4a8", "a model without experts"), (4, "w4a8", ""), (None, "int8", ""), (None, "mxfp8", ""), (None, None, "")],
+)
+def test_a_server_says_of_its_model_s_shape_which_formats_npus_lack(
+    experts: int | None, quantization: str | None, said: str
+) -> None:
+    reason = _explain_format(GenerateConfig(quantization=quantization), EngineShape(source="model", num_experts=experts))
+    assert said in reason and bool(reason) == bool(said)
+
+
+def test_a_server_refuses_drafts_over_gated_delta_nets_as_a_run_does(tmp_path: Path) -> None:
+    shape = EngineShape(source="model", linear_heads=4)
+    for platform, method, refused in (("cpu", "suffix", False), ("cpu", "draft_model", True), ("npu", "suffix", True)):
+        generate = GenerateConfig(infer_tensor_parallel_size=1, speculative_config={"method": method})
+        with pytest.raises(ValueError, match="--speculative-config") if refused else contextlib.nullcontext():
+            _check_model(tmp_path, generate, shape, platform)
