@@ -154,6 +154,33 @@ def test_drafts_over_gated_delta_nets_change_no_token(tmp_path: Path) -> None:
         assert proven[0] > proven[1], name
 
 
+_TWO_RANKS = ["rl_config.actor_resource.num_npus=2", "actor_config.tensor_model_parallel_size=2"]
+_TWO_RANKS += ["generate_config.infer_tensor_parallel_size=2"]
+#: what drafts over delta nets are combined with: keys of both runs, drafts
+COMBINED = {
+    "two ranks": (_TWO_RANKS, _DRAFTS),
+    "int8": (
+        ["+generate_config.quantization=int8"],
+        ["+generate_config.speculative_config={method: ngram, num_speculative_tokens: 2, prompt_lookup_max: 2}"],
+    ),
+    "responses over several steps": (
+        ["rl_config.partial_rollout_max_split=2", "rl_config.guarantee_order=false", "megatron_training.save_interval=100"],
+        _DRAFTS,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+@pytest.mark.parametrize("name", COMBINED)
+def test_drafts_over_gated_delta_nets_change_no_token_combined_with(name: str, tmp_path: Path) -> None:
+    task, (both, drafts) = predicting_hybrid_task(tmp_path / "task"), COMBINED[name]
+    keys = [*_KEYS, "actor_config.bf16=true", "generate_config.dtype=bfloat16", "rl_config.log_probs_diff_limit=0.5"]
+    keys += ["actor_config.lr=1e-12", "actor_config.min_lr=0", "megatron_training.train_iters=2", *both]
+    plain, drafted = (finished(task, tmp_path / kind, *keys, *more) for kind, more in (("plain", []), ("drafted", drafts)))
+    assert samples(drafted) == samples(plain) and "rollout/draft_acceptance" in drafted.metrics[0]
+
+
 @pytest.mark.slow
 def test_a_server_without_drafts_takes_the_policy_alone(task: Path, tmp_path: Path) -> None:
     plain = finished(task, tmp_path / "plain", *_KEYS, "megatron_training.train_iters=1")
