@@ -27,6 +27,7 @@ from mindspeed_rl.run.explain.effects import describe_learning_rate
 from mindspeed_rl.run.explain.key_reference import find_entries
 from mindspeed_rl.run.explain.plan_page import Report, explain, render, report_failure
 from mindspeed_rl.run.formula import formula
+from mindspeed_rl.run.hub_models import Hubs
 
 #: keys in the line of the overview that has what was left open
 _MAX_CHOSEN = 5
@@ -164,7 +165,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
     notes = io.StringIO()
     try:
         with contextlib.redirect_stdout(notes):
-            run = resolve_run(cfg, num_nodes, downloads=False)
+            run = resolve_run(cfg, num_nodes, hubs=Hubs(downloads=False))
             inputs = check_machine(run)
     except NotFetchedError as error:
         report["unchecked"] = str(error)
