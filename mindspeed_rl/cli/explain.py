@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Print the plan of a run file; return 0 when it is valid and 2 when it is not.
 
-    Where a file that the run names is on this machine, all checks of `train` run, and what it would refuse is an error.
-    Elsewhere, for example on a laptop, only keys are checked: a file that lacks keys, or needs a feature that this version
-    does not have, then ends in "not ready" and returns 0. `--validate` checks as `train` does in any case.
+    Where a file that the run names is on this machine, or in the cache of its hub, all checks of `train` run, and what it
+    would refuse is an error. Elsewhere, for example on a laptop, only keys are checked: a file that lacks keys, or needs a
+    feature that this version does not have, then ends in "not ready" and returns 0. `--validate` checks as `train` does in
+    any case.
 
     Args:
         argv: the arguments after `explain`, for example ["--config-name", "grpo_tiny_cpu", "rl_config.epochs=2"].
@@ -100,7 +101,7 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
         return report
     if cfg.rl_config is not None and not cfg.is_supervised:
         report["errors"] += check_reward_functions(cfg.rl_config)
-    if not report["errors"] and (checks_files or cfg.has_files_here):
+    if not report["errors"] and (checks_files or cfg.has_files_here or cfg.has_cached_models):
         run, mean_prompt = _check_files(cfg, num_nodes, report, checks_hub=checks_files) or (run, None)
     elif not report["errors"]:
         report["unchecked"] = "files: none that the run names is on this machine; --validate checks as train does"

@@ -225,17 +225,25 @@ class RunConfig:
 
     @property
     def has_files_here(self) -> bool:
-        """True where a model, a tokenizer or data that the run file names is on this machine, or in the cache of its hub."""
+        """True where a model, a tokenizer or data that the run file names is on this machine, as a path."""
+        paths = self._list_paths()
+        # files of a data set begin with its prefix
+        return any(os.path.exists(path) or glob.glob(f"{glob.escape(path)}_*") for path in paths)
+
+    @property
+    def has_cached_models(self) -> bool:
+        """True where a model or a tokenizer that the run file names as on a hub is in its cache, with weights or without."""
+        return any(find_cached(path) is not None for path in self._list_paths())
+
+    def _list_paths(self) -> list[str]:
+        """Return models, tokenizers and data that the run file names."""
         roles = [role for role in (self.actor_config, self.critic_config, self.reward_config) if role is not None]
         names: list[object] = []
         for role in roles:
             names += [role.load, role.pretrained_checkpoint, role.tokenizer_name_or_path, role.eval_data_path]
             names += list((role.eval_sets or {}).values())
             names += role.data_path if isinstance(role.data_path, list) else [role.data_path]
-        paths = [os.path.expanduser(name) for name in names if isinstance(name, str) and name]
-        # files of a data set begin with its prefix
-        is_here = any(os.path.exists(path) or glob.glob(f"{glob.escape(path)}_*") for path in paths)
-        return is_here or any(find_cached(path) is not None for path in paths)
+        return [os.path.expanduser(name) for name in names if isinstance(name, str) and name]
 
     def as_written(self) -> dict[str, dict[str, object]]:
         """Return the keys that the run file or an override sets, with their values, by group."""
