@@ -63,7 +63,7 @@ def fetch_models(cfg: RunConfig, hubs: Hubs) -> RunConfig:
 
 def will_write_load(config: MegatronConfig) -> bool:
     """Return whether `load` of a role is its folder of checkpoints, which may be still to be written, and no name on a hub."""
-    return config.load is not None and (config.load == config.save or config.pretrained_checkpoint is not None)
+    return bool(config.load) and (config.load == config.save or bool(config.pretrained_checkpoint))
 
 
 def _fetch(cfg: RunConfig, hubs: _Finder) -> dict[str, Any]:
