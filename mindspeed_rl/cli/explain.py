@@ -27,6 +27,7 @@ from mindspeed_rl.run.explain.effects import describe_learning_rate
 from mindspeed_rl.run.explain.key_reference import find_entries
 from mindspeed_rl.run.explain.plan_page import Report, explain, render, report_failure
 from mindspeed_rl.run.formula import formula
+from mindspeed_rl.run.hub_models import Hubs
 
 #: keys in the line of the overview that has what was left open
 _MAX_CHOSEN = 5
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Print the plan of a run file; return 0 when it is valid and 2 when it is not.
 
-    Where a file that the run names is on this machine, all checks of `train` run, and what it would refuse is an error.
-    Elsewhere, for example on a laptop, only keys are checked: a file that lacks keys, or needs a feature that this version
-    does not have, then ends in "not ready" and returns 0. `--validate` checks as `train` does in any case.
+    Where a file that the run names is on this machine, or in the cache of its hub, all checks of `train` run, and what it
+    would refuse is an error. Elsewhere, for example on a laptop, only keys are checked: a file that lacks keys, or needs a
+    feature that this version does not have, then ends in "not ready" and returns 0. `--validate` checks as `train` does in
+    any case.
 
     Args:
         argv: the arguments after `explain`, for example ["--config-name", "grpo_tiny_cpu", "rl_config.epochs=2"].
@@ -99,7 +101,7 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
         return report
     if cfg.rl_config is not None and not cfg.is_supervised:
         report["errors"] += check_reward_functions(cfg.rl_config)
-    if not report["errors"] and (checks_files or cfg.has_files_here):
+    if not report["errors"] and (checks_files or cfg.has_files_here or cfg.has_cached_models):
         run, mean_prompt = _check_files(cfg, num_nodes, report, checks_hub=checks_files) or (run, None)
     elif not report["errors"]:
         report["unchecked"] = "files: none that the run names is on this machine; --validate checks as train does"
@@ -164,7 +166,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
     notes = io.StringIO()
     try:
         with contextlib.redirect_stdout(notes):
-            run = resolve_run(cfg, num_nodes, downloads=False)
+            run = resolve_run(cfg, num_nodes, hubs=Hubs(downloads=False))
             inputs = check_machine(run)
     except NotFetchedError as error:
         report["unchecked"] = str(error)

@@ -19,7 +19,7 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
 from mindspeed_rl.files import FileWriteError, write_file
-from mindspeed_rl.hub import fetch, parse_hub_name
+from mindspeed_rl.hub import fetch_config, parse_hub_name
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
 from mindspeed_rl.planner.calibration import compute_factors, read_measured
@@ -287,7 +287,9 @@ def _read_request(arguments: argparse.Namespace, npus: int = 1, nodes: int = 1, 
         block = read_folder(folder, engine)
     except ValueError as error:
         raise ValueError(f"--model: {error}") from error
-    return FitRequest(folder.resolve().name, block, npus, *lengths, nodes, folder=str(folder.resolve()))
+    name = None if (Path(arguments.model).expanduser() / "config.json").is_file() else parse_hub_name(arguments.model)
+    model, named = (folder.resolve().name, None) if name is None else (name.name, arguments.model)
+    return FitRequest(model, block, npus, *lengths, nodes, folder=str(folder.resolve()), named=named)
 
 
 def _find_folder(model: str) -> Path | None:
@@ -300,7 +302,7 @@ def _find_folder(model: str) -> Path | None:
     if (path / "config.json").is_file():
         return path
     if (name := parse_hub_name(model)) is not None:
-        return fetch(name, "--model", "tokenizer", downloads=False)
+        return fetch_config(name, "--model")
     return None
 
 

@@ -136,16 +136,14 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
         raise ValueError("--join and --config-name exclude one another: the settings come from the run")
     if args.join is not None:
         generate, model, shared, args.platform = _read_joined_run(args.join)
+        key = f"--join {args.join}"
     elif args.config_name is not None:
-        generate, model, shared = _read_run_file(args)
+        generate, model, shared, key = _read_run_file(args)
     else:
         generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256)
-        model, shared = None, _Shared(limits=NO_LIMITS, exact_slices=0)
-    model = args.model or model
-    name = parse_hub_name(model)
-    folder = fetch(name, "--model") if name is not None else None if model is None else Path(model)
-    if folder is None or not (folder.expanduser() / "config.json").is_file():
-        raise ValueError(f"--model {model}: no folder with config.json")
+        model, shared, key = None, _Shared(limits=NO_LIMITS, exact_slices=0), "--model"
+    if args.model:
+        model, key = args.model, "--model"
     given: dict[str, Any] = {
         "infer_tensor_parallel_size": args.tensor_parallel_size,
         "max_model_len": args.max_model_len,
@@ -163,7 +161,26 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
     generate = _check_replicas(generate, args.data_parallel_size)
     if args.speculative_config is not None:
         generate = replace(generate, speculative_config=_read_drafts(args.speculative_config))
-    return generate, folder.expanduser().resolve(), shared
+    return generate, _find_folder(model, key, has_weights=generate.quantization is None), shared
+
+
+def _find_folder(model: str | None, key: str, *, has_weights: bool) -> Path:
+    """Return the folder of the model to serve, which is fetched where its name is one of a hub.
+
+    Args:
+        key: what names the model.
+        has_weights: the engine loads weights; otherwise they come from the run.
+
+    Raises:
+        ValueError: there is no config.json, or a hub has no such model.
+    """
+    if model is None:
+        raise ValueError(f"{key}: no model is named; give a folder with config.json, or a name on a hub")
+    name = parse_hub_name(model)
+    folder = Path(model).expanduser() if name is None else fetch(name, key, "model" if has_weights else "tokenizer")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{key} {model}: no folder with config.json")
+    return folder.resolve()
 
 
 def _read_joined_run(join: Path) -> tuple[GenerateConfig, str, _Shared, str]:
@@ -178,15 +195,15 @@ def _read_joined_run(join: Path) -> tuple[GenerateConfig, str, _Shared, str]:
         raise ValueError(f"--join {join}: servers/run.json is not of a run of this release ({error})") from None
 
 
-def _read_run_file(args: argparse.Namespace) -> tuple[GenerateConfig, str | None, _Shared]:
-    """Return the settings of a run file; the model is None where it names none."""
+def _read_run_file(args: argparse.Namespace) -> tuple[GenerateConfig, str | None, _Shared, str]:
+    """Return the settings of a run file, with the key that names its model; the model is None where it names none."""
     cfg = load_run(args.config_name, args.config_dir, args.overrides).config
     if cfg.generate_config is None:
         raise ValueError(f"--config-name {args.config_name} has no group generate_config")
     actor = cfg.actor_config
-    model = actor.tokenizer_name_or_path or actor.load
+    key = "tokenizer_name_or_path" if actor.tokenizer_name_or_path else "load"
     shared = _Shared(limits=MediaLimits.from_keys(actor), exact_slices=cfg.exact_slices)
-    return cfg.generate_config, model, shared
+    return cfg.generate_config, getattr(actor, key), shared, f"actor_config.{key}"
 
 
 def _read_drafts(text: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.hub_models import fetch_configs
+from mindspeed_rl.run.hub_models import Hubs, fetch_configs
 from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_environment, fork_server
 
 #: alerts after which trainer and rollout engine are compared, and seconds that this may take
@@ -131,13 +131,14 @@ def prepare_run(cfg: RunConfig, num_nodes: int) -> Iterator[Run]:
     """
     registry.search_folders(cfg.plugin_folders)
     prepare_environment()
-    cfg = fetch_configs(cfg)  # first: what a model reads decides which libraries are imported
+    hubs = Hubs()
+    cfg = fetch_configs(cfg, hubs)  # first: what a model reads decides which libraries are imported
     if cfg.reads_images:
         os.environ[VISION_VARIABLE] = "1"
     # to the end: apart from importing, the driver waits and records metrics
     with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
         # by name: this imports torch and transformers, which read the environment
-        yield registry.load("mindspeed_rl.run.models:resolve_run", "train")(cfg, num_nodes)
+        yield registry.load("mindspeed_rl.run.models:resolve_run", "train")(cfg, num_nodes, hubs=hubs)
 
 
 def _print_resume(run: Run | None, launched_s: float) -> None:

@@ -10,6 +10,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
 from mindspeed_rl.catalogue.guide import NOT_AVAILABLE
 from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
+from mindspeed_rl.config.roles import ROLE_GROUPS
 
 _FP8 = (
     "vLLM's CPU build computes fp8 products only on processors with AMX, and vllm-ascend on devices after A2 and A3; set "
@@ -78,7 +79,8 @@ def raise_together(checks: Iterable[Callable[[], object]]) -> None:
         raise ConfigError(errors)
 
 
-_ROLES = ("actor_config", "ref_config", "reward_config", "critic_config", "teacher_config", "vit_config")
+#: vit_config is read, and has no keys of its own that count
+_ROLES = (*ROLE_GROUPS, "vit_config")
 
 
 def link_reference(path: str) -> str:

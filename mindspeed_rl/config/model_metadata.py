@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.files import read_json
-from mindspeed_rl.hub import find_cached
+from mindspeed_rl.hub import find_folder
 
 #: folder inside a Megatron checkpoint that keeps config, generation config and tokenizer of the HF model
 HF_FILES = "huggingface"
@@ -122,9 +122,9 @@ def list_config_folders(name: str, base_model: str | None = None) -> tuple[Path,
 
     That of an adapter is its base's, and a checkpoint has it in a folder of its own.
     """
-    start = find_cached(name) or Path(name).expanduser()
+    start = find_folder(name)
     if base := find_adapter_base(start, base_model):
-        start = find_cached(base) or Path(base).expanduser()
+        start = find_folder(base)
     return start, start / HF_FILES
 
 

@@ -18,6 +18,7 @@ from mindspeed_rl.config.keys.serve import ServeConfig
 from mindspeed_rl.config.model_metadata import ModelMetadata
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.files import read_json
+from mindspeed_rl.hub import find_cached, find_folder
 
 #: values of `platform` in a run file: auto, or a device kind of `mindspeed_rl.platform`
 PlatformName = Literal["auto", "npu", "cpu", "cuda"]
@@ -118,7 +119,7 @@ class RunConfig:
         """Return the engine's keys of the judge that the run serves: the rollout's, with lengths and layout of its own."""
         rl, generate = self.rl_config, self.generate_config
         assert rl is not None and generate is not None and rl.served_judge is not None
-        path = Path(rl.served_judge).expanduser() / "config.json"
+        path = find_folder(rl.served_judge) / "config.json"
         config = read_json(path) if path.is_file() else {}
         limit = max(_JUDGE_LEN, 2 * generate.max_model_len + rl.judge_max_tokens)
         longest = (config.get("text_config") or config).get("max_position_embeddings") or limit
@@ -224,16 +225,25 @@ class RunConfig:
 
     @property
     def has_files_here(self) -> bool:
-        """True where a model, a tokenizer or data that the run file names is on this machine."""
+        """True where a model, a tokenizer or data that the run file names is on this machine, as a path."""
+        paths = self._list_paths()
+        # files of a data set begin with its prefix
+        return any(os.path.exists(path) or glob.glob(f"{glob.escape(path)}_*") for path in paths)
+
+    @property
+    def has_cached_models(self) -> bool:
+        """True where a model or a tokenizer that the run file names as on a hub is in its cache, with weights or without."""
+        return any(find_cached(path) is not None for path in self._list_paths())
+
+    def _list_paths(self) -> list[str]:
+        """Return models, tokenizers and data that the run file names."""
         roles = [role for role in (self.actor_config, self.critic_config, self.reward_config) if role is not None]
         names: list[object] = []
         for role in roles:
             names += [role.load, role.pretrained_checkpoint, role.tokenizer_name_or_path, role.eval_data_path]
             names += list((role.eval_sets or {}).values())
             names += role.data_path if isinstance(role.data_path, list) else [role.data_path]
-        paths = [os.path.expanduser(name) for name in names if isinstance(name, str) and name]
-        # files of a data set begin with its prefix
-        return any(os.path.exists(path) or glob.glob(f"{glob.escape(path)}_*") for path in paths)
+        return [os.path.expanduser(name) for name in names if isinstance(name, str) and name]
 
     def as_written(self) -> dict[str, dict[str, object]]:
         """Return the keys that the run file or an override sets, with their values, by group."""

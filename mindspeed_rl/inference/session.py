@@ -289,7 +289,7 @@ def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
         kv_cache_memory_gib=options.kv_cache_memory_gib,
         enforce_eager=not options.graph,
         trust_remote_code=options.trust_remote_code,
-        enable_prefix_caching=can_cache_prefixes(shape, device.name),
+        enable_prefix_caching=can_cache_prefixes(device.name, is_linear=shape.linear_heads is not None),
     )
     size, dtype = options.tensor_parallel_size, settings.build_generate_config(model.source.dtype).dtype
     request = EngineRequest(size, max_len, "--tensor-parallel-size", "--max-length", dtype=dtype, dtype_key="--dtype")

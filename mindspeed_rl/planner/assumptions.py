@@ -17,6 +17,7 @@ from mindspeed_rl.planner.memory import (
     HCCL_BUFFERS,
     MEAN_EXPERT_IMBALANCE,
     Phase,
+    find_judge_folder,
     hccl_buffer_mib,
 )
 from mindspeed_rl.planner.samples import Lengths
@@ -78,6 +79,9 @@ def list_memory_assumptions(cfg: RunConfig, device: Device) -> Iterator[Assumpti
         yield Assumption(
             "engine step", f"within {Phase.MODEL_ERROR:.0%}", "inputs and outputs of a layer, the sampler's rows", on_npu
         )
+        judge = None if cfg.rl_config is None else cfg.rl_config.served_judge
+        if judge is not None and find_judge_folder(cfg) is None:
+            yield Assumption("judge", "no bytes", f"{judge} is not on this machine, or not all of it", False)
 
 
 def list_time_assumptions(cfg: RunConfig, device: Device, plan: TimePlan) -> Iterator[Assumption]:

@@ -26,7 +26,7 @@ from mindspeed_rl.planner.seconds import TimePlan
 from mindspeed_rl.planner.splits import ACCEPTED, SIZES, SoundRun, list_splits, plan_sound_memory, rank_plans
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
-from mindspeed_rl.run.rules.engine_limits import engine_limits
+from mindspeed_rl.run.rules.engine_limits import can_cache_prefixes
 from mindspeed_rl.run.rules.validation import unavailable, validate
 
 _MAX_TRAINING_LAYOUTS = 10
@@ -113,6 +113,7 @@ class FitRequest:
         prompts, samples: number of prompts of an iteration, and of samples of a prompt.
         stage: one of STAGES.
         folder: Hugging Face folder whose config.json has the model's shape; None for a model block.
+        named: the model as a run file names it; None for the folder.
         engine: training engine.
     """
 
@@ -126,6 +127,7 @@ class FitRequest:
     num_nodes: int = 1
     stage: str = "GRPO"
     folder: str | None = None
+    named: str | None = None
     engine: EngineName = "megatron"
 
     @property
@@ -273,7 +275,7 @@ def build_grpo_tree(request: FitRequest) -> dict[str, Any]:
             "max_model_len": request.max_len,
             "max_num_batched_tokens": max(8192, min(request.max_len, _MAX_STEP)),
             "dtype": "bfloat16",
-            "enable_prefix_caching": engine_limits(_PLATFORM).linear_prefixes or "linear_attention_freq" not in request.block,
+            "enable_prefix_caching": can_cache_prefixes(_PLATFORM, is_linear="linear_attention_freq" in request.block),
             "enforce_eager": True,
             "offload_train_optimizer": True,
             "offload_train_grad": True,

@@ -23,6 +23,7 @@ from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.config.keys.megatron import parse_group_buffers
 from mindspeed_rl.config.keys.serve import MAX_PASSES
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.hub import find_folder
 from mindspeed_rl.models.costs import TowerCosts, cpu_cache_bytes, read_kv_bytes, read_weight_bytes
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
@@ -315,14 +316,20 @@ def _stays(run: RunShape, part: str) -> bool:
     return not offloaded[part]
 
 
+def find_judge_folder(cfg: RunConfig) -> Path | None:
+    """Return the folder of the judge that a run serves; None without one, and where its files are not all on this machine."""
+    judge = None if cfg.rl_config is None else cfg.rl_config.served_judge
+    folder = None if judge is None else find_folder(judge)
+    is_here = folder is not None and (folder / "config.json").is_file() and read_weight_bytes(folder, 1) > 0
+    return folder if is_here else None
+
+
 def count_judge_bytes(run: RunShape) -> dict[str, int]:
-    """Return the bytes of the engine of a judge that the run serves on each of its devices; none without one."""
-    rl, device = run.cfg.rl_config, run.device
-    if rl is None or rl.served_judge is None or "judge" not in run.placement.layouts:
+    """Return the bytes of the engine of a judge on each of its devices; none without one whose files are on this machine."""
+    device, folder = run.device, find_judge_folder(run.cfg)
+    if folder is None or "judge" not in run.placement.layouts:
         return {}
-    folder, keys = Path(rl.served_judge).expanduser(), run.cfg.read_judge_keys()
-    if not (folder / "config.json").is_file():
-        return {}
+    keys = run.cfg.read_judge_keys()
     weights = read_weight_bytes(folder, 2 if keys.dtype == "bfloat16" else 4) // keys.infer_tensor_parallel_size
     cache = cpu_cache_bytes(keys, read_kv_bytes(folder, keys.cache_itemsize))
     if device.sleeps:  # what the engine is given but its weights

@@ -82,7 +82,7 @@ def format_run_file(request: FitRequest, result: FitResult) -> str:
     for group, key, value in _EXAMPLES:
         tree[group][key] = value.format(model=request.model) if isinstance(value, str) else value
     if request.folder is not None:
-        tree["megatron_training"]["tokenizer_name_or_path"] = tree["actor_config"]["load"] = request.folder
+        tree["megatron_training"]["tokenizer_name_or_path"] = tree["actor_config"]["load"] = request.named or request.folder
     lines += ["", f"platform: {result.tree['platform']}"]
     for name, group in tree.items():
         lines += ["", f"{name}:", *_format_group(group, 1)]

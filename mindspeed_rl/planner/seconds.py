@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 
 from mindspeed_rl.config.quantized_formats import QUANTIZED_FORMATS, find_format
 from mindspeed_rl.config.run import RunConfig
@@ -31,7 +30,7 @@ from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, UNSEEN, Efficiency
 from mindspeed_rl.planner.engine import plan_engine
-from mindspeed_rl.planner.memory import count_judge_bytes
+from mindspeed_rl.planner.memory import count_judge_bytes, find_judge_folder
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_row_length, assume_samples
 from mindspeed_rl.planner.shapes import count_all_elements, count_trained_adapters, list_grouped_ops
@@ -177,7 +176,7 @@ def _list_judge_notes(run: RunShape) -> Iterator[str]:
     if count_judge_bytes(run):
         yield f"a judge's replies of {rl.judge_max_tokens / 2:g} tokens in the mean, half of judge_max_tokens"
     else:
-        yield f"no seconds of the judge: {rl.served_judge} is not on this machine"
+        yield f"no seconds of the judge: {rl.served_judge} is not on this machine, or not all of it"
 
 
 def _list_omissions(cfg: RunConfig) -> Iterator[str]:
@@ -642,10 +641,10 @@ def _decode(
 
 def _plan_judge(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict[str, float]:
     """Return the seconds of the replies of a judge that the run serves; none without one, or where its folder is elsewhere."""
-    rl, device, owned = run.cfg.rl_config, run.device, count_judge_bytes(run)
-    if rl is None or rl.served_judge is None or not owned:
+    rl, device, owned, folder = run.cfg.rl_config, run.device, count_judge_bytes(run), find_judge_folder(run.cfg)
+    if rl is None or folder is None or not owned:
         return {}
-    folder, keys = Path(rl.served_judge).expanduser(), run.cfg.read_judge_keys()
+    keys = run.cfg.read_judge_keys()
     stored = read_json(folder / "config.json")
     layers, tensor = int((stored | stored.get("text_config", {}))["num_hidden_layers"]), keys.infer_tensor_parallel_size
     weights, token_bytes = owned["judge weights"], read_kv_bytes(folder, keys.cache_itemsize) / tensor

@@ -17,6 +17,7 @@ from mindspeed_rl.models.model_keys import check_model_keys, infer_model_config
 from mindspeed_rl.models.plan import ModelPlan, lay_out_model, read_model
 from mindspeed_rl.models.vision import TOWER, get_tower_part, is_adapted
 from mindspeed_rl.models.weights import WeightOp
+from mindspeed_rl.run.hub_models import will_write_load
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def plan_role(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
         architecture, model_config, hf_config = read_model(folder, config.engine, trusts_code=config.trust_remote_code)
         check_model_keys(config, model_config, folder / "config.json")
     else:
-        architecture, model_config = _infer_model_config(config, names)
+        architecture, model_config = _infer_model_config(config, names[1:] if will_write_load(config) else names)
     model_config = replace(model_config, head="reward" if is_scored else model_config.head)
     plan = lay_out_model(config, architecture, model_config, hf_config)
     if message := _find_indivisible(plan.architecture, plan.model_config, plan.layout.tp, plan.layout.expert_tp_size):

@@ -3,47 +3,74 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.config import MegatronConfig, RunConfig
+from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.model_metadata import ModelMetadata, find_adapter_base, read_model_metadata
-from mindspeed_rl.hub import Kind, fetch, parse_hub_name
+from mindspeed_rl.hub import Kind, fetch, find_network_problem, parse_hub_name
 
-_ROLES = ("actor_config", "ref_config", "reward_config", "critic_config", "teacher_config", "megatron_training")
 #: keys of a role that may be a name on a hub
 _HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "base_model", "tokenizer_name_or_path")
 
 
-def fetch_configs(cfg: RunConfig, *, downloads: bool = True) -> RunConfig:
-    """Fetch what a run names as on a hub, but for weights; return the run with what the files of its models say.
+class Hubs:
+    """The hubs as one command sees them: it takes every model of them once, and asks once whether they can be reached."""
 
-    Names stay: `fetch_models` replaces them. Arguments and errors are its own.
+    def __init__(self, *, downloads: bool = True) -> None:
+        """Without `downloads` only what is in the caches is found."""
+        self._downloads = downloads
+        self._folders: dict[tuple[str, Kind], str] = {}
+        self._probe = functools.cache(find_network_problem)
+
+    def find(self, text: str, key: str, kind: Kind) -> str:
+        """Return the folder of a name on a hub; any other text as it is."""
+        if (name := parse_hub_name(text)) is None:
+            return text
+        # a model is fetched with its tokenizer
+        known = self._folders.get((text, "model")) or self._folders.get((text, kind))
+        if known is None:
+            known = str(fetch(name, key, kind, downloads=self._downloads, probe=self._probe))
+            self._folders[text, kind] = known
+        return known
+
+
+def fetch_configs(cfg: RunConfig, hubs: Hubs) -> RunConfig:
+    """Fetch the models that a run names as on a hub, without their weights, and return the run with metadata from their files.
+
+    The run still has the names, which `fetch_models` replaces.
+
+    Raises:
+        ValueError: as `fetch_models` does.
     """
-    changed = _fetch(cfg, _Hubs(downloads, has_weights=False))
+    changed = _fetch(cfg, _Finder(hubs, has_weights=False))
     return dataclasses.replace(cfg, model_metadata=cfg.model_metadata | _read_metadata(changed)) if changed else cfg
 
 
-def fetch_models(cfg: RunConfig, *, downloads: bool = True) -> RunConfig:
-    """Return the run with the folders of models and tokenizers that it names as on a hub, and with what their config.json says.
-
-    Args:
-        downloads: what is not in the cache is fetched.
+def fetch_models(cfg: RunConfig, hubs: Hubs) -> RunConfig:
+    """Return the run with folders in place of names on hubs, and with metadata from the files in them.
 
     Raises:
-        NotFetchedError: something is not in the cache, and `downloads` is False.
-        ValueError: a hub has no such model, or cannot be reached.
+        NotFetchedError: something is not in the cache, and `hubs` downloads nothing.
+        ValueError: a hub has no such model or no weights of it, or cannot be reached.
     """
-    changed = _fetch(cfg, _Hubs(downloads))
+    changed = _fetch(cfg, _Finder(hubs))
     return dataclasses.replace(cfg, model_metadata=cfg.model_metadata | _read_metadata(changed), **changed) if changed else cfg
 
 
-def _fetch(cfg: RunConfig, hubs: _Hubs) -> dict[str, Any]:
+def will_write_load(config: MegatronConfig) -> bool:
+    """Return whether `load` of a role is its folder of checkpoints, which may be still to be written, and no name on a hub."""
+    return bool(config.load) and (config.load == config.save or bool(config.pretrained_checkpoint))
+
+
+def _fetch(cfg: RunConfig, hubs: _Finder) -> dict[str, Any]:
     """Return the groups of a run file that change, with folders."""
     group = "megatron_training" if cfg.is_supervised else None
     changed: dict[str, Any] = {}
-    for role in _ROLES:
+    for role in (*ROLE_GROUPS, "megatron_training"):
         config: MegatronConfig | None = getattr(cfg, role)
         if config is not None and (values := _fetch_role(config, group or role, hubs)):
             changed[role] = dataclasses.replace(config, **values)
@@ -53,31 +80,24 @@ def _fetch(cfg: RunConfig, hubs: _Hubs) -> dict[str, Any]:
 
 
 def _read_metadata(changed: Mapping[str, Any]) -> dict[str, ModelMetadata]:
-    """Return what the files of the changed roles say: those that have come only now say as much as those that were here."""
+    """Return the metadata of the changed roles, by role: their files may not have been here when the run file was read."""
     roles = {role: config for role, config in changed.items() if role not in ("megatron_training", "rl_config")}
     return {role: shape for role, config in roles.items() if (shape := read_model_metadata(config)) is not None}
 
 
-class _Hubs:
-    """The hubs, of which a run takes each model once."""
+@dataclasses.dataclass(frozen=True)
+class _Finder:
+    """Look-ups of models with their weights, or of their other files only."""
 
-    def __init__(self, downloads: bool, *, has_weights: bool = True) -> None:
-        self._downloads, self._has_weights = downloads, has_weights
-        self._folders: dict[tuple[str, Kind], str] = {}
+    hubs: Hubs
+    has_weights: bool = True
 
     def find(self, text: str | None, key: str, kind: Kind = "model") -> str | None:
         """Return the folder of a name on a hub; any other text as it is."""
-        if not text or (name := parse_hub_name(text)) is None:
-            return text
-        kind = kind if self._has_weights else "tokenizer"
-        # a model is fetched with its tokenizer
-        known = self._folders.get((text, "model")) or self._folders.get((text, kind))
-        if known is None:
-            known = self._folders[text, kind] = str(fetch(name, key, kind, downloads=self._downloads))
-        return known
+        return self.hubs.find(text, key, kind if self.has_weights else "tokenizer") if text else text
 
 
-def _fetch_role(config: MegatronConfig, group: str, hubs: _Hubs) -> dict[str, Any]:
+def _fetch_role(config: MegatronConfig, group: str, hubs: _Finder) -> dict[str, Any]:
     """Return the keys of a role that change, with folders."""
     values: dict[str, Any] = {}
     for key in _HUB_KEYS:
@@ -86,8 +106,7 @@ def _fetch_role(config: MegatronConfig, group: str, hubs: _Hubs) -> dict[str, An
             # the base that an adapter names, which may have been fetched itself
             named = (values.get(other, getattr(config, other)) for other in ("load", "pretrained_checkpoint", "ref_model"))
             text = next(filter(None, map(find_adapter_base, named)), None)
-        # a folder of checkpoints that are still to be written
-        if key == "load" and (text == config.save or config.pretrained_checkpoint):
+        if key == "load" and will_write_load(config):
             continue
         folder = hubs.find(text, f"{group}.{key}", "tokenizer" if key == "tokenizer_name_or_path" else "model")
         if folder is not None and folder != text:
@@ -95,7 +114,7 @@ def _fetch_role(config: MegatronConfig, group: str, hubs: _Hubs) -> dict[str, An
     return values
 
 
-def _fetch_others(rl: RLConfig, hubs: _Hubs) -> dict[str, Any]:
+def _fetch_others(rl: RLConfig, hubs: _Finder) -> dict[str, Any]:
     """Return the keys of rl_config that change: reward model, judge, teachers and reference, with folders."""
     values: dict[str, Any] = {"reward_model": hubs.find(rl.reward_model, "rl_config.reward_model")}
     if rl.served_judge is not None:

@@ -20,10 +20,11 @@ from mindspeed_rl.checkpoint.model_source import (
 )
 from mindspeed_rl.checkpoint.other_engine import check_source
 from mindspeed_rl.config import ConfigError, GenerateConfig, MegatronConfig, RunConfig
+from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.model_metadata import list_config_folders
 from mindspeed_rl.config.run import Derivation
 from mindspeed_rl.files import read_json
-from mindspeed_rl.hub import parse_hub_name
+from mindspeed_rl.hub import find_folder, parse_hub_name
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
@@ -32,7 +33,7 @@ from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_mod
 from mindspeed_rl.models.quantized_names import explain_divided_blocks
 from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.hub_models import fetch_configs, fetch_models
+from mindspeed_rl.run.hub_models import Hubs, fetch_configs, fetch_models
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
@@ -41,7 +42,8 @@ from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
-_ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
+#: roles whose keys are filled from config.json; those of a teacher are read for each of its models
+_ROLES = tuple(group for group in ROLE_GROUPS if group != "teacher_config")
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 #: tokens whose probabilities these kernels add up at once
@@ -54,20 +56,21 @@ _EXAMPLES = {
 }
 
 
-def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Run:
+def resolve_run(cfg: RunConfig, num_nodes: int, *, hubs: Hubs | None = None) -> Run:
     """Run the first stage of checks: what the run file says, with the config.json of its models.
 
     The second is `trainers.rl_setup.check_rl` or `trainers.sft_setup.check_supervised`: what only this machine knows.
 
     Args:
-        downloads: models that are named as on a hub are fetched where they are not in its cache.
+        hubs: where models that are named as on a hub come from, with what it has fetched before; None for new ones.
 
     Raises:
         ValueError: the run file is wrong; all violations are named.
     """
-    cfg = fetch_configs(cfg, downloads=downloads)
+    hubs = hubs or Hubs()
+    cfg = fetch_configs(cfg, hubs)
     _check_hub_models(cfg)
-    cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
+    cfg = with_model_configs(fetch_models(cfg, hubs))
     run = resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
     if run.platform == "cpu" and cfg.exact_slices:
         threads = 1 if run.threads is None else run.threads.count
@@ -96,7 +99,7 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             source = find_model(role, name)
         except ValueError:
             changes[name] = role
-            # before anybody fetches weights that nothing here reads
+            # a model that cannot be built is refused first: its weights would be fetched in vain
             violations += [f"{name}: {reason}" for reason in _list_unsupported(role)]
             continue
         try:
@@ -128,15 +131,44 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
 
 
 def _check_hub_models(cfg: RunConfig) -> None:
-    """Check that the models that roles name as on a hub can be built, by their config.json, before weights are fetched.
+    """Check that the models that a run names as on a hub can be built, by their config.json, before weights are fetched.
 
     Raises:
         ConfigError: some cannot.
     """
-    roles = {name: role for name in _ROLES if (role := getattr(cfg, name)) is not None}
-    on_hubs = {name: role for name, role in roles.items() if any(map(parse_hub_name, (role.load, role.pretrained_checkpoint)))}
-    if violations := [f"{name}: {reason}" for name, role in on_hubs.items() for reason in _list_unsupported(role)]:
-        raise ConfigError(violations)
+    violations: list[str] = []
+    for name, role in _list_models(cfg):
+        if any(map(parse_hub_name, (role.load, role.pretrained_checkpoint))):
+            violations += [f"{name}: {reason}" for reason in _list_unsupported(role)]
+    judge = None if cfg.rl_config is None or cfg.is_supervised else cfg.rl_config.served_judge
+    if judge is not None and parse_hub_name(judge) and (reason := _find_quantized_judge(find_folder(judge))):
+        violations.append(reason)
+    if violations:
+        raise ConfigError(dict.fromkeys(violations))
+
+
+def _list_models(cfg: RunConfig) -> Iterator[tuple[str, MegatronConfig]]:
+    """Yield each model of a run that an engine of the trainer builds: the key or the group that names it, and its keys."""
+    for name in _ROLES:
+        if (role := getattr(cfg, name)) is not None:
+            yield name, role
+    if cfg.is_supervised:
+        if (ref := cfg.actor_config.ref_model) is not None:
+            yield "ref_model", _of_folder(cfg.actor_config, ref)
+        return
+    if (rl := cfg.rl_config) is None:
+        return
+    if rl.reward_model is not None and cfg.reward_model_keys is not None:
+        yield "rl_config.reward_model", cfg.reward_model_keys
+    for teacher in () if rl.distillation is None else rl.distillation.teacher_models:
+        yield "rl_config.distillation.teacher_models", cfg.read_teacher_keys(teacher)
+    if rl.integrated_mode_config is not None and (ref := rl.integrated_mode_config.ref_model_load_path) is not None:
+        yield "rl_config.integrated_mode_config.ref_model_load_path", _of_folder(cfg.ref_config, ref)
+
+
+def _of_folder(role: MegatronConfig, folder: str) -> MegatronConfig:
+    """Return the keys of a role with other weights."""
+    return dataclasses.replace(role.without_model_keys(), load=folder, pretrained_checkpoint=None)
 
 
 def _list_unsupported(role: MegatronConfig) -> Iterator[str]:
@@ -294,11 +326,19 @@ def check_judge_folder(folder: Path) -> None:
         )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{key}: {folder} has no weights (*.safetensors)")
-    if "quantization_config" in read_json(path):
-        raise ValueError(
-            f"{key}: the weights in {folder} are quantized, which engines of a run do not load; serve it with `vllm serve` and "
-            "set rl_config.judge_url"
-        )
+    if reason := _find_quantized_judge(folder):
+        raise ValueError(reason)
+
+
+def _find_quantized_judge(folder: Path) -> str | None:
+    """Return why a judge whose weights are quantized cannot be served; None for another, and where no config.json is here."""
+    path = folder / "config.json"
+    if not path.is_file() or "quantization_config" not in read_json(path):
+        return None
+    return (
+        f"rl_config.judge_model: the weights in {folder} are quantized, which engines of a run do not load; serve it with "
+        "`vllm serve` and set rl_config.judge_url"
+    )
 
 
 def _check_example(config: MegatronConfig) -> None:

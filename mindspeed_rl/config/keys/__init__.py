@@ -20,6 +20,7 @@ from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, list_keys
 from mindspeed_rl.config.keys.serve import ServeConfig
+from mindspeed_rl.config.roles import ROLE_GROUPS
 
 #: dotted name of a group -> its class
 GROUPS: dict[str, type] = {
@@ -32,8 +33,6 @@ GROUPS: dict[str, type] = {
     "audit": AuditKeys,
     "serve_config": ServeConfig,
 }
-#: groups with the keys of megatron_training, one a role
-ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config", "teacher_config")
 #: keys of any group that name a file or a folder
 PATH_KEYS = frozenset(
     "load save pretrained_checkpoint tokenizer_name_or_path ref_model data_path eval_data_path prompt_type_path reward_model "

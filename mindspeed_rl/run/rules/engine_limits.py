@@ -74,9 +74,9 @@ def lacks_model(shape: EngineShape, platform: str) -> str:
     return "sparse attention" if shape.is_sparse and not engine_limits(platform).sparse else ""
 
 
-def can_cache_prefixes(shape: EngineShape, platform: str) -> bool:
-    """Return whether prompts to a model of this shape can share a cached prefix on this platform."""
-    return shape.linear_heads is None or engine_limits(platform).linear_prefixes
+def can_cache_prefixes(platform: str, *, is_linear: bool) -> bool:
+    """Return whether prompts to a model, with gated delta nets or without, can share a cached prefix on this platform."""
+    return not is_linear or engine_limits(platform).linear_prefixes
 
 
 def explain_drafts(shape: EngineShape, method: str, platform: str) -> str:
@@ -167,7 +167,7 @@ def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) 
             f"{request.dtype_key} ({request.dtype}) must be {' or '.join(limits.linear_dtypes)}: on this platform the rollout "
             f"engine computes gated delta nets, which the model in {source} has, in no other format",
         )
-    if request.prefixes_key and not can_cache_prefixes(shape, platform):
+    if request.prefixes_key and not can_cache_prefixes(platform, is_linear=shape.linear_heads is not None):
         yield _Obstacle(
             "linear_prefixes",
             f"{request.prefixes_key} must be false: on this platform the rollout engine caches no prefixes of gated delta "

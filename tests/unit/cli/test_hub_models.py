@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rl.cli import rollout
 from mindspeed_rl.cli.main import main
 from mindspeed_rl.cli.new.tiny_model import save_tiny_model
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.hub import find_cached
-from mindspeed_rl.run.hub_models import fetch_models
+from mindspeed_rl.run.hub_models import Hubs, fetch_models
+from mindspeed_rl.run.models import resolve_run
 
 SIZES = "--npus 1 --prompt 32 --response 32 --prompts 4 --samples 2 --top 1".split()
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -58,7 +60,10 @@ def test_a_model_of_a_hub_is_planned_by_its_config_alone(
         return capsys.readouterr().out
 
     assert find_cached("own/tiny") == find_cached("hf://own/tiny@main") == folder
-    assert "on 1 x A3" in call("plan", "fit", "--model", "own/tiny", *SIZES)
+    assert "own/tiny on 1 x A3" in call("plan", "fit", "--model", "own/tiny", *SIZES, "-o", "fit.yaml")
+    written = Path("fit.yaml").read_text()
+    assert written.startswith("# GRPO of own/tiny on 1 devices") and COMMIT not in written
+    assert written.count('  load: "own/tiny"\n') == written.count('  tokenizer_name_or_path: "own/tiny"\n') == 1
     call("new", "task", "--model", "own/tiny")
     monkeypatch.chdir(tmp_path / "task")
     assert "  pretrained_checkpoint: own/tiny\n" in Path("run.yaml").read_text()
@@ -69,6 +74,29 @@ def test_a_model_of_a_hub_is_planned_by_its_config_alone(
     call("promise", "run.yaml", "--chip", "A3")
     missing = "actor_config.pretrained_checkpoint: the weights of 'own/tiny' are not in the cache; train fetches them, or "
     assert missing in call("explain", "--config", "run.yaml")
+
+
+def test_a_judge_of_a_hub_is_planned_as_its_folder_is(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(cache, "own/tiny", weights=True)
+    folder = put(cache, "own/judge", weights=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "task", "--model", "own/tiny"]) == 0
+    monkeypatch.chdir(tmp_path / "task")
+
+    def call(command: str, judge: object) -> str:
+        capsys.readouterr()
+        words = f"{command} --config run.yaml rl_config.judge_model={judge}"
+        assert main(words.split()) == 0, capsys.readouterr()
+        return capsys.readouterr().out
+
+    by_name = json.loads(call("plan memory --chip A3 --json", "own/judge"))
+    assert by_name == json.loads(call("plan memory --chip A3 --json", folder)) and "judge weights" in json.dumps(by_name)
+    by_name = call("plan time --chip A3", "own/judge")
+    assert by_name == call("plan time --chip A3", folder) and "a judge's replies of" in by_name
+    (folder / "model.safetensors").unlink()
+    assert "judge no bytes: own/judge is not on this machine, or not all of it" in call("plan memory --chip A3", "own/judge")
 
 
 def test_a_model_that_is_not_in_the_cache_is_a_command_that_fetches_it(
@@ -95,10 +123,16 @@ def test_a_model_that_is_not_in_the_cache_is_a_command_that_fetches_it(
     for words in (["plan", "memory", "--config", "run.yaml"], ["promise", "run.yaml"]):
         assert (line := fails(*words)).endswith(f"; {fetching} fetches its config.json.")
         assert "the model keys num_layers, hidden_size, ffn_hidden_size, num_attention_heads" in line
+    # the folder of the checkpoints is none of a hub, though nothing is there yet
+    folders = [f"actor_config.{key}=out/ckpt" for key in ("load", "save")]
+    assert fails("plan", "memory", "--config", "run.yaml", *folders).endswith(f"; {fetching} fetches its config.json.")
     for words in (["new", "other", "--model", "own/tiny"], ["train", "--config", "run.yaml"]):
         assert "mindspeed-rl download own/tiny) and copy the folder" in fails(*words)
     assert main(["explain", "--config", "run.yaml"]) == 0
     assert f"'own/tiny' is not in the cache; train fetches it, or {fetching}\n" in capsys.readouterr().out
+    # a tokenizer alone, as other commands leave it
+    (put(cache, "own/tiny", weights=False) / "config.json").unlink()
+    assert fails("plan", "fit", "--model", "own/tiny", *SIZES).endswith(fetching)
 
 
 def test_weight_files_that_the_index_names_are_missed(cache: Path) -> None:
@@ -109,7 +143,7 @@ def test_weight_files_that_the_index_names_are_missed(cache: Path) -> None:
     cfg = load_run_config("grpo_tiny_cpu", None, ["actor_config.load=own/tiny"])
     expected = "1 of 2 weight files, such as model-00002-of-00002.safetensors, of 'own/tiny' are not in the cache"
     with pytest.raises(ValueError, match=expected):
-        fetch_models(cfg, downloads=False)
+        fetch_models(cfg, Hubs(downloads=False))
 
 
 def test_the_files_of_a_hub_decide_what_the_run_file_leaves_open(cache: Path, tmp_path: Path) -> None:
@@ -123,7 +157,7 @@ def test_the_files_of_a_hub_decide_what_the_run_file_leaves_open(cache: Path, tm
     }  # fmt: skip
     cfg = load_run_config("grpo_tiny_cpu", None, [f"{key}={name}" for key, name in names.items()])
     assert cfg.reads_images and cfg.model_metadata["actor_config"].hf_folder == str(folder)  # by the cache
-    fetched, other = fetch_models(cfg, downloads=False), str(find_cached("own/other"))
+    fetched, other = fetch_models(cfg, Hubs(downloads=False)), str(find_cached("own/other"))
     assert fetched.reads_images and (fetched.actor_config.load, fetched.ref_config.load) == (str(folder), str(folder))
     rl = fetched.rl_config
     assert rl is not None and (rl.reward_model, rl.judge_model) == (other, other)
@@ -138,7 +172,7 @@ def test_a_model_that_comes_with_the_run_says_as_much_as_one_that_was_there(
     known = {group: metadata for group, metadata in cfg.model_metadata.items() if metadata.folder == "own/seeing"}
     assert not known and not cfg.reads_images
     put(cache, "own/seeing", weights=True, vision_config={}, image_token_id=5)
-    assert fetch_models(cfg).reads_images
+    assert fetch_models(cfg, Hubs()).reads_images
 
 
 def test_a_model_that_nothing_computes_is_refused_before_its_weights_are_fetched(
@@ -154,11 +188,49 @@ def test_a_model_that_nothing_computes_is_refused_before_its_weights_are_fetched
         assert main(words.split()) == 2
         printed = capsys.readouterr()
         assert "CSA2" in printed.out + printed.err and "not in the cache" not in printed.out + printed.err
+    # also where the cache has all that a run file names and that is here
+    roles = [f"actor_config.{key}=own/tiny" for key in ("load", "tokenizer_name_or_path")]
+    assert main(["explain", "--config", "grpo_tiny_cpu", *roles, "actor_config.data_path=nowhere/data"]) == 2
+    assert "CSA2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "stage"),
+    [
+        ("rl_config.reward_model", "grpo"),
+        ("rl_config.judge_model", "grpo"),
+        ("rl_config.distillation.teacher_models", "grpo"),
+        ("rl_config.integrated_mode_config.ref_model_load_path", "grpo"),
+        ("actor_config.ref_model", "dpo"),
+    ],
+)
+def test_no_weights_of_a_model_that_nothing_computes_are_asked_for(key: str, stage: str, cache: Path) -> None:
+    put(cache, "own/good", weights=True)
+    changes = {"quantization_config": {}} if "judge" in key else {"model_type": "deepseek_v41"}
+    put(cache, "own/v41", weights=False, architectures=["DeepseekV41ForCausalLM"], **changes)
+    value = "[own/v41]" if key.endswith("models") else "own/v41"
+    overrides = ["actor_config.load=own/good", "actor_config.tokenizer_name_or_path=own/good", f"{key}={value}"]
+    cfg = load_run_config(f"{stage}_tiny_cpu", None, overrides)
+    with pytest.raises(ValueError, match=key.removeprefix("actor_config.")) as caught:
+        resolve_run(cfg, 1, hubs=Hubs(downloads=False))
+    assert ("are quantized" if "judge" in key else "CSA2") in str(caught.value)
 
 
 def test_a_rollout_server_takes_a_name(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put(cache, "own/tiny", weights=False)
+    folder = put(cache, "own/tiny", weights=False)
     assert main(["rollout", "--model", "own/tiny", "--platform", "cpu", "--port", "0"]) == 2
     assert "--model: 'own/tiny' does not exist" in (text := capsys.readouterr().err) and "is not complete in the cache" in text
     assert main(["rollout", "--model", "own/tiny/no", "--platform", "cpu", "--port", "0"]) == 2
     assert "--model own/tiny/no: no folder with config.json" in capsys.readouterr().err
+    by_file = "rollout --config-name grpo_tiny_cpu actor_config.tokenizer_name_or_path=own/tiny"
+    assert main(by_file.split()) == 2
+    assert "actor_config.tokenizer_name_or_path: 'own/tiny' does not exist" in capsys.readouterr().err
+
+    def find(*words: str) -> Path:
+        return rollout._engine_keys(rollout.make_parser().parse_intermixed_args(list(words)))[1]
+
+    # weights that are quantized come from the run
+    assert find("--model", "own/tiny", "--quantization", "int8") == folder
+    shutil.rmtree(cache)
+    folder = put(cache, "own/tiny", weights=True)
+    assert find("--model", "own/tiny") == find(*by_file.split()[1:]) == folder

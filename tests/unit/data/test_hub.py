@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from hub_server import Hub, serving
 
 from mindspeed_rl.cli.main import main
-from mindspeed_rl.hub import HubName, NotFetchedError, fetch, find_cached, parse_hub_name
+from mindspeed_rl.hub import HubName, NotFetchedError, fetch, find_cached, find_network_problem, parse_hub_name
 
 MODEL = {"config.json": b'{"a": 1}', "tokenizer.json": b"{}", "pytorch_model.bin": b"no"}
 MODEL["model.safetensors"] = bytes(range(256)) * 3000
@@ -124,6 +125,80 @@ def test_without_a_network_the_cache_serves_and_else_a_sentence_says_what_to_do(
             fetch(HubName("hf://", "own/other"), "load")
 
 
+@pytest.mark.parametrize("prefix", HUBS)
+def test_a_model_without_weights_that_are_read_is_refused(
+    prefix: str, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(prefix)
+    files = {name: content for name, content in MODEL.items() if name != "model.safetensors"}
+    monkeypatch.setattr(hub, "repos", {"models/own/old": files})
+    assert main(["download", f"{prefix}own/old"]) == 2
+    expected = rf"{hub.url} has no \*\.safetensors of '(ms://)?own/old'"
+    assert re.search(rf"error: download: {expected}", capsys.readouterr().err)
+    assert (fetch(HubName(prefix, "own/old"), "load", "tokenizer") / "config.json").is_file()
+    with pytest.raises(NotFetchedError) as caught:
+        fetch(HubName(prefix, "own/old"), "load", downloads=False)
+    if prefix == "hf://":  # explain --validate asks the hub
+        with pytest.raises(ValueError, match=f"^load: {expected}"):
+            caught.value.check_hub()
+    shards = {"model.safetensors.index.json": b'{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'}
+    monkeypatch.setattr(hub, "repos", {"models/own/half": files | shards | {"1.safetensors": b""}})
+    with pytest.raises(ValueError, match="has no 1 of 2 weight files, such as 2.safetensors of"):
+        fetch(HubName(prefix, "own/half"), "load")
+
+
+def test_a_look_into_an_empty_cache_of_modelscope_leaves_nothing(hub: Hub, tmp_path: Path) -> None:
+    needs("ms://")
+    assert find_cached("ms://own/tiny") is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://hub", 80), ("https://hub", 443), ("http://hub:8080", 8080), ("https://hub:8443/mirror", 8443)],
+)
+def test_the_port_of_a_hub_is_that_of_its_address(endpoint: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    asked = []
+
+    def refuse(address: tuple[str, int], **_: object) -> None:
+        asked.append(address)
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    assert find_network_problem(endpoint) == "Connection refused" and asked == [("hub", port)]
+
+
+def test_offline_is_what_the_client_says(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    fetch(HubName("hf://", "own/tiny"), "load", "tokenizer")
+    hub.requests.clear()
+    with monkeypatch.context() as offline:  # HF_HUB_OFFLINE=1 or TRANSFORMERS_OFFLINE=1 at its import
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(ValueError, match="is not complete in the cache, .* cannot be reached .*HF_HUB_OFFLINE"):
+            fetch(HubName("hf://", "own/tiny"), "load")
+    assert not hub.requests
+    monkeypatch.setenv("HF_HUB_OFFLINE", "false")
+    assert (fetch(HubName("hf://", "own/tiny"), "load") / "model.safetensors").is_file()
+
+
+def test_a_run_asks_a_hub_once_for_each_name(hub: Hub) -> None:
+    from mindspeed_rl.config import load_run_config
+    from mindspeed_rl.run.hub_models import Hubs, fetch_configs, fetch_models
+
+    keys = ("load", "tokenizer_name_or_path")
+    cfg, hubs = load_run_config("grpo_tiny_cpu", None, [f"actor_config.{key}=own/tiny" for key in keys]), Hubs()
+    fetch_configs(cfg, hubs)
+    hub.requests.clear()
+    fetch_configs(cfg, hubs)
+    assert not hub.requests
+    fetch_models(cfg, hubs)
+    assert len([request for request in hub.requests if "revision" in request]) == 1
+
+
 def test_the_command_prints_the_folder(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["download", "own/tiny"]) == 0
     printed = capsys.readouterr()
@@ -168,24 +243,24 @@ def test_a_new_task_starts_from_a_name(hub: Hub, tmp_path: Path) -> None:
     assert not [request for request in hub.requests if "safetensors" in request]
     # the tokenizer of the run is of the same name, and needs no weights
     from mindspeed_rl.config import load_run_config
-    from mindspeed_rl.run.hub_models import fetch_models
+    from mindspeed_rl.run.hub_models import Hubs, fetch_models
 
-    folder = fetch_models(load_run_config(str(tmp_path / "task/run.yaml"))).actor_config.pretrained_checkpoint
+    folder = fetch_models(load_run_config(str(tmp_path / "task/run.yaml")), Hubs()).actor_config.pretrained_checkpoint
     assert folder is not None and (Path(folder) / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
 
 
 def test_the_keys_of_a_run_are_replaced_by_folders(hub: Hub) -> None:
     from mindspeed_rl.config import load_run_config
-    from mindspeed_rl.run.hub_models import fetch_models
+    from mindspeed_rl.run.hub_models import Hubs, fetch_models
 
     overrides = [f"actor_config.{key}=own/tiny" for key in ("load", "tokenizer_name_or_path")]
     with pytest.raises(NotFetchedError, match="^actor_config.load: 'own/tiny' is not in the cache"):
-        fetch_models(load_run_config("grpo_tiny_cpu", None, overrides), downloads=False)
-    cfg = fetch_models(load_run_config("grpo_tiny_cpu", None, overrides))
+        fetch_models(load_run_config("grpo_tiny_cpu", None, overrides), Hubs(downloads=False))
+    cfg = fetch_models(load_run_config("grpo_tiny_cpu", None, overrides), Hubs())
     folder = str(fetch(HubName("hf://", "own/tiny"), "load"))
     assert (cfg.actor_config.load, cfg.actor_config.tokenizer_name_or_path) == (folder, folder)
     # a folder that the run will write is not a name
     written = {"load": "own/run1", "save": "own/run1", "pretrained_checkpoint": "own/tiny"}
     kept = [overrides[1], *(f"actor_config.{key}={value}" for key, value in written.items())]
-    cfg = fetch_models(load_run_config("grpo_tiny_cpu", None, kept))
+    cfg = fetch_models(load_run_config("grpo_tiny_cpu", None, kept), Hubs())
     assert (cfg.actor_config.load, cfg.actor_config.pretrained_checkpoint) == ("own/run1", folder)
