@@ -60,6 +60,7 @@ _EXPERTS = (
 _BY_MODULE = ("deepseek_v32", "glm5")
 _WINDOWS = ("gemma2", "gemma3", "olmo3", "gpt_oss")
 _DELTA_NETS = "test_rollout.test_delta_nets_have_the_log_probs_of_transformers_after_every_sync"
+_INT8 = "test_rollout.test_int8_experts_of_a_family_have_the_log_probs_of_their_definition"
 #: family -> how the names of its tests on the simulated NPU begin
 _SIMULATED: dict[str, str | tuple[str, ...]] = {
     "qwen2": "test_mindspeed.test_one_process",
@@ -70,6 +71,8 @@ _SIMULATED: dict[str, str | tuple[str, ...]] = {
     "qwen3_next": f"{_DELTA_NETS}[qwen3_next]",
     "qwen3_5": ("test_mindspeed.test_prediction_layers_train_as_on_the_cpu[qwen3_5_predicting", f"{_DELTA_NETS}[qwen3_5]"),
     "qwen3_5_moe": f"{_DELTA_NETS}[qwen3_5_moe]",
+    **{name: f"{_INT8}[{name}]" for name in ("qwen2_moe", "mixtral", "glm4_moe", "ernie4_5_moe", "hy_v3", "deepseek_v2")},
+    "minimax_m2": "test_rollout.test_minimax_m2_has_the_log_probs_of_its_definition_after_every_sync",
 }
 
 _LAYOUT = "test_families.test_every_layout_trains_as_one_process_does"
