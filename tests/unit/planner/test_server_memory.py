@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -85,7 +86,10 @@ def test_a_server_that_does_not_fit_is_refused_with_the_models_that_would() -> N
     assert none.max_models == 0 and "Not even one fits" in none.describe()
 
 
-def test_plan_explain_and_promise_have_the_models_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_explain_and_promise_have_the_models_that_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where files of the run are, as after the quickstart, the plan is of this machine
     assert main(["plan", "memory", *_WORDS, "--json"]) == 1
     server = json.loads(capsys.readouterr().out)["server"]
     assert server["models"] == 4000 and 0 < server["max_models"] < 4000
