@@ -167,7 +167,7 @@ def _find_missing_weights(folder: Path) -> str:
 
 
 def _read_shard_names(folder: Path) -> list[str]:
-    """Return the weight files that an index names; none where there is no index, or one that loading the model reports."""
+    """Return the weight files in the index of a folder; empty without one, and for an invalid one, which loading reports."""
     try:
         weight_map = read_json(folder / _INDEX)["weight_map"]
         return [str(shard) for shard in weight_map.values()]

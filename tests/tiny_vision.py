@@ -151,6 +151,11 @@ def save_for_the_example(
         config = transformers.AutoConfig.for_model(**other | token_ids | parts)
     transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    _save_processor(example, folder)
+
+
+def _save_processor(example: Any, folder: Path) -> None:
+    """Writes the example's processor as one of Qwen3-VL."""
     example.save_processor(folder)
     for name, changes in (
         ("preprocessor_config.json", {"processor_class": "Qwen3VLProcessor"}),
@@ -207,12 +212,7 @@ def save_hybrid_for_the_example(
     tensors |= {f"mtp.{name}.weight": torch.zeros(128) for name in norms} | {"mtp.fc.weight": torch.eye(128, 256)}
     save_file(tensors, path, {"format": "pt"})
     tokenizer.save_pretrained(folder)
-    example.save_processor(folder)
-    for name, changes in (
-        ("preprocessor_config.json", {"processor_class": "Qwen3VLProcessor"}),
-        ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
-    ):
-        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+    _save_processor(example, folder)
 
 
 def _make_byte_tokenizer(example: Any) -> transformers.PreTrainedTokenizerBase:

@@ -172,7 +172,7 @@ def _find_folder(model: str | None, key: str, *, has_weights: bool) -> Path:
         has_weights: the engine loads weights; otherwise they come from the run.
 
     Raises:
-        ValueError: there is no config.json, or a hub has no such model.
+        ValueError: the folder has no config.json, or the model is not on the hub.
     """
     if model is None:
         raise ValueError(f"{key}: no model is named; give a folder with config.json, or a name on a hub")

@@ -151,8 +151,8 @@ def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
 
     A name on a hub is the folder in its cache.
     """
-    for name in (role.load, role.tokenizer_name_or_path, role.pretrained_checkpoint):
-        for folder in () if not name else list_config_folders(name, role.base_model):
+    for name in filter(None, (role.load, role.tokenizer_name_or_path, role.pretrained_checkpoint)):
+        for folder in list_config_folders(name, role.base_model):
             if config := _read(folder / "config.json"):
                 reads_images = "vision_config" in config and "image_token_id" in config
                 text = config.get("text_config")

@@ -102,7 +102,7 @@ def list_classes(hf_config: HfConfig) -> list[str]:
     transformers' Trainer wrote FSDPQwen2ForCausalLM for a model under FSDP.
 
     Raises:
-        ValueError: `architectures` is no list of names.
+        ValueError: `architectures` is not a list of strings.
     """
     names = hf_config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -115,7 +115,7 @@ def read_model_type(hf_config: HfConfig) -> str | None:
     """Return the model type of config.json; None where it has none.
 
     Raises:
-        ValueError: it is no name.
+        ValueError: it is not a string.
     """
     model_type = hf_config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):

@@ -105,7 +105,7 @@ class ModuleArchitecture(Architecture):
     def check_rollout(self, dtype: str, key: str) -> None:
         """Check the format in which the class generates: it mixes the weights that it keeps in float32 with the others.
 
-        A residual in float32, as Mamba's, is no obstacle: its class casts it before each product.
+        A residual in float32, as in Mamba, is accepted: the class casts it before each product.
 
         Raises:
             ValueError: it is another one than float32, and the class keeps some.

@@ -105,8 +105,8 @@ def find_model_folder(*names: str | None, base_model: str | None = None) -> Path
 
     They name folders, or models on a hub, which are in its cache. An adapter has the config.json of its base.
     """
-    for name in names:
-        for folder in list_config_folders(name, base_model) if name else ():
+    for name in filter(None, names):
+        for folder in list_config_folders(name, base_model):
             if (folder / "config.json").is_file():
                 return folder
     return None

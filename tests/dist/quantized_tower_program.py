@@ -22,7 +22,10 @@ from typing import Any
 warnings.filterwarnings("ignore")
 os.environ.update(MINDSPEED_RL_VISION="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
+from microscaling import round_blocks
 from rollout_jobs import Pair  # applies the adaptors
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -43,8 +46,6 @@ from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
-#: numbers of E4M3 that are not negative: 0 to 7 eighths of 2^-6, then 8 to 15 eighths of each power of two up to 2^8
-E4M3 = [i / 8 * 2.0**-6 for i in range(8)] + [i / 8 * 2.0**e for e in range(-6, 9) for i in range(8, 16)][:-1]
 #: a matrix of the engine -> the published ones that it joins
 JOINED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -76,16 +77,8 @@ def integers(x: Tensor, largest: int, block: int | None = None) -> tuple[Tensor,
 
 
 def microscaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """OCP MX: 32 elements share 2^(floor(log2(largest)) - 8), elements are the nearest of E4M3, at a tie the even one."""
-    blocks = x.reshape(-1, 32)
-    top = blocks.abs().amax(1, keepdim=True)
-    scale = 2.0 ** (torch.floor(torch.log2(top.clamp(min=2.0**-119))) - 8)
-    wanted, numbers = (blocks.abs() / scale).clamp(max=448), torch.tensor(E4M3, dtype=torch.float64)
-    above = torch.searchsorted(numbers, wanted).clamp(max=len(E4M3) - 1)
-    below = (above - 1).clamp(min=0)
-    up, down = numbers[above] - wanted, wanted - numbers[below]
-    nearest = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
-    return (numbers[nearest] * blocks.sign() * scale).view(x.shape), torch.zeros_like(x)
+    """MXFP8, of which no element is taken for one at an edge of rounding."""
+    return round_blocks(x), torch.zeros_like(x)
 
 
 def define(quantization: str) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[Tensor], tuple[Tensor, Tensor]]]:
@@ -156,7 +149,7 @@ def find_products(model: nn.Module, published: dict[str, Tensor]) -> Iterator[tu
 
 
 def record(found: list[tuple[str, Any, Tensor]]) -> tuple[list[tuple[str, Tensor, Tensor, Tensor]], Callable[[], None]]:
-    """What the products are given and return from now on, and what ends it."""
+    """Records inputs and outputs of the products; returns the list, and a function that stops recording."""
     calls: list[tuple[str, Tensor, Tensor, Tensor]] = []
 
     def watch(name: str, product: LiveLinear, weight: Tensor) -> None:

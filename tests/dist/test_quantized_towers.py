@@ -40,7 +40,7 @@ _ROUNDING = 0.025
 
 
 def run(folder: Path, family: str, mode: str, quantization: str, *, plain: bool = False) -> subprocess.CompletedProcess[str]:
-    """The program for a tiny model of a family; plain: with a tokenizer that is no tokenizer of Qwen3.5."""
+    """Runs the program on a tiny model of a family; plain: with a tokenizer of another class than Qwen3.5 has."""
     example = load_script("examples/vision/make_task.py")
     experts = family == "qwen3_5_moe_vl"
     tokenizer = example.make_tokenizer() if plain else None
@@ -58,7 +58,7 @@ def run(folder: Path, family: str, mode: str, quantization: str, *, plain: bool 
 
 
 def answer(folder: Path, family: str, mode: str, quantization: str) -> dict[str, Any]:
-    """What the program prints."""
+    """The JSON that the program prints."""
     done = run(folder, family, mode, quantization)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

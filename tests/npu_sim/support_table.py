@@ -37,7 +37,7 @@ ROWS = (
     ("Qwen3-VL built without its tower (`language_model_only`), fp32: trains as on the CPU",
      "不构建视觉塔的 Qwen3-VL（`language_model_only`），fp32：训练与 CPU 一致", ("test_vision.test_the_language",)),
     ("Rollout by vllm-ascend of prompts with images and videos (Qwen2.5-VL, Qwen3-VL, Qwen3.5, fp32): log-probs equal "
-     "transformers'; of quantized language models those of the definition",
+     "transformers'; with quantized language models, those of the format's definition",
      "vllm-ascend 对带图像与视频的 prompt 进行 rollout（Qwen2.5-VL、Qwen3-VL、Qwen3.5，fp32）：log-prob 与 transformers 一致；"
      "语言模型量化后符合其定义",
      ("test_vision.test_the_engine",)),

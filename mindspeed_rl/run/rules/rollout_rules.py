@@ -449,7 +449,7 @@ def _draft_keys(drafts: Mapping[str, object]) -> Iterator[Broken]:
 
 
 def _has_states(folder: Path) -> bool:
-    """Whether the model of a folder has layers that keep a state of a sequence instead of keys and values."""
+    """Return True where layers of the model in a folder keep a recurrent state instead of keys and values."""
     try:
         shape = read_json(folder / "config.json")
     except ValueError:  # the engine reports it

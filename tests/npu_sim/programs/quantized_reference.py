@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from microscaling import round_blocks
 
 Tensor = torch.Tensor
 #: layers that keep the format of the run: what engines fold or widen, routers, the head, the tower
 KEPT = ("kv_b_proj", "in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate", "lm_head")
 #: layers of which each tensor-parallel rank has some of the columns
 ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")
-#: all finite numbers of E4M3 that are not negative: 0 to 7 eighths of 2^-6, then 8 to 15 eighths of each power of two to 2^8
-E4M3 = [i / 8 * 2.0**-6 for i in range(8)] + [i / 8 * 2.0**e for e in range(-6, 9) for i in range(8, 16)][:-1]
 
 
 class OtherTorch(ModuleType):
@@ -140,19 +139,6 @@ def round_tokens(x: Tensor, sides: Sides) -> Tensor:
     """Rows of activations in int8."""
     scales = scale_rows(x, torch.float32)
     return sides.round(x / scales, x).clamp(-127, 127) * scales
-
-
-def round_blocks(x: Tensor) -> Tensor:
-    """OCP MX: 32 numbers share 2^(floor(log2(largest)) - 8); elements are the nearest of E4M3, at a tie the even one."""
-    blocks = x.reshape(-1, 32)
-    top = blocks.abs().amax(1, keepdim=True)
-    scale = 2.0 ** (torch.floor(torch.log2(top.clamp(min=2.0**-119))) - 8)
-    quotients, numbers = (blocks.abs() / scale).clamp(max=448), torch.tensor(E4M3, dtype=torch.float64)
-    above = torch.searchsorted(numbers, quotients).clamp(max=len(E4M3) - 1)
-    below = (above - 1).clamp(min=0)
-    up, down = numbers[above] - quotients, quotients - numbers[below]
-    nearest = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
-    return (numbers[nearest] * blocks.sign() * scale).view(x.shape)
 
 
 def round_groups(weight: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def _has_mask(values: torch.Tensor, indices: list[torch.Tensor | None]) -> bool:
-    """Whether the shape of `values[indices]` depends on numbers: a mask counts, indices have a shape."""
+    """True where the shape of `values[indices]` depends on values: with a boolean mask, not with integer indices."""
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 

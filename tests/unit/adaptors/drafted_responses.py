@@ -21,6 +21,9 @@ adaptors.apply("rollout")  # before vLLM is imported
 
 from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).parent))
+from staggered_requests import sample_all
+
 from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.rollout.requests import Sampling
@@ -92,18 +95,6 @@ REQUESTS = [
 ]
 
 
-def sample_all(engine: VllmEngine) -> dict[str, tuple[list[int], list[float]]]:
-    """Responses by name; requests come while others are at work, and a few are put into each step."""
-    results, waiting, turns = {}, list(enumerate(REQUESTS)), 0
-    while waiting or engine._ids:
-        for number, (prompt, sampling) in waiting[:5] if turns % 2 == 0 else ():
-            engine.add_request(str(number), prompt, sampling, seed=number + 100)
-        waiting = waiting[5:] if turns % 2 == 0 else waiting
-        results.update((name, (output.token_ids, output.log_probs)) for name, output in engine.step())
-        turns += 1
-    return results
-
-
 def exact_log_probs(number: int, token_ids: list[int]) -> list[float]:
     prompt, sampling = REQUESTS[number]
     with torch.no_grad():
@@ -124,7 +115,7 @@ for kind in sys.argv[2:]:
     engines.append(engine)
     engine.load_weights(weights.items(), 0)
     vllm_drafts.counts.take()
-    sampled = sample_all(engine)
+    sampled = sample_all(engine, REQUESTS)
     proposed, accepted, steps = vllm_drafts.counts.take()
     plain = plain or sampled
     same = GenerationRequest(PROMPTS[0], 5)

@@ -20,7 +20,9 @@ adaptors.apply("rollout")  # before vLLM is imported
 
 from safetensors.torch import load_file
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "dist")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "dist")]
+from staggered_requests import sample_all
 from tiny_prediction import Predicting
 
 from mindspeed_rl.adaptors import vllm_drafts
@@ -49,18 +51,6 @@ REQUESTS = [
     (PROMPTS[number % len(PROMPTS)], Sampling(temperature, 60, **{"stop_token_ids": (), **shape}))
     for number, (temperature, shape) in enumerate(itertools.product((0.0, 0.3, 0.7, 1.0), SHAPES))
 ]
-
-
-def sample_all(engine: VllmEngine) -> dict[str, tuple[list[int], list[float]]]:
-    """Responses by name; requests come while others are at work, and a few are put into each step."""
-    results, waiting, turns = {}, list(enumerate(REQUESTS)), 0
-    while waiting or engine._ids:
-        for number, (prompt, sampling) in waiting[:5] if turns % 2 == 0 else ():
-            engine.add_request(str(number), prompt, sampling, seed=number + 100)
-        waiting = waiting[5:] if turns % 2 == 0 else waiting
-        results.update((name, (output.token_ids, output.log_probs)) for name, output in engine.step())
-        turns += 1
-    return results
 
 
 def record_drafts(engine: VllmEngine) -> list[int]:
@@ -102,7 +92,7 @@ for kind in sys.argv[3:]:
     given = [item for item in weights.items() if kind == "mtp" or not item[0].startswith("mtp.")]
     engine.load_weights(lambda model, given=given: model.load_weights(given), 0)
     vllm_drafts.counts.take()
-    sampled = sample_all(engine)
+    sampled = sample_all(engine, REQUESTS)
     proposed, accepted, _ = vllm_drafts.counts.take()
     drafts = record_drafts(engine) if kind == "mtp" else []
     engine.add_request("alone", PROMPTS[1], Sampling(1.0, 60, ()), seed=3)  # a step with one token

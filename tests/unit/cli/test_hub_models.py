@@ -99,13 +99,18 @@ def test_a_judge_of_a_hub_is_planned_as_its_folder_is(
     assert "judge no bytes: own/judge is not on this machine, or not all of it" in call("plan memory --chip A3", "own/judge")
 
 
+def enter_new_run(cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a run of a model of which the cache has no weights, and goes into its folder."""
+    put(cache, "own/tiny", weights=False)
+    monkeypatch.chdir(folder)
+    assert main(["new", "task", "--model", "own/tiny"]) == 0
+    monkeypatch.chdir(folder / "task")
+
+
 def test_a_model_that_is_not_in_the_cache_is_a_command_that_fetches_it(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(cache, "own/tiny", weights=False)
-    monkeypatch.chdir(tmp_path)
-    assert main(["new", "task", "--model", "own/tiny"]) == 0
-    monkeypatch.chdir(tmp_path / "task")
+    enter_new_run(cache, tmp_path, monkeypatch)
     capsys.readouterr()
 
     def fails(*words: str) -> str:
@@ -178,10 +183,7 @@ def test_a_model_that_comes_with_the_run_says_as_much_as_one_that_was_there(
 def test_a_model_that_nothing_computes_is_refused_before_its_weights_are_fetched(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(cache, "own/tiny", weights=False)
-    monkeypatch.chdir(tmp_path)
-    assert main(["new", "task", "--model", "own/tiny"]) == 0
-    monkeypatch.chdir(tmp_path / "task")
+    enter_new_run(cache, tmp_path, monkeypatch)
     shutil.rmtree(cache)
     put(cache, "own/tiny", weights=False, architectures=["DeepseekV41ForCausalLM"], model_type="deepseek_v41")
     for words in ("explain --config run.yaml", "train --config run.yaml", "new other --model own/tiny"):

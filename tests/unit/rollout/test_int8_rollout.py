@@ -18,6 +18,7 @@ folder, dtype_name, family = Path(sys.argv[1]), sys.argv[2], sys.argv[4]
 dtype = getattr(torch, dtype_name)
 sys.path += sys.argv[6:]
 import tiny_families, tiny_hf
+from microscaling import round_blocks
 
 config = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 3, "hidden_size": 128,
@@ -96,28 +97,11 @@ def fake_rows(x, largest, block):
     return (torch.round(parts / scales).clamp(-largest, largest) * scales).view(x.shape)
 
 
-#: all finite numbers of E4M3 that are not negative: 0 to 7 eighths of 2^-6, then 8 to 15 eighths of each power of two up to 2^8
-E4M3 = [i / 8 * 2.0**-6 for i in range(8)] + [i / 8 * 2.0**e for e in range(-6, 9) for i in range(8, 16)][:-1]
-
-
-def fake_mx(x):
-    # OCP MX: a block of 32 shares 2^(floor(log2(largest)) - 8); elements are the nearest of E4M3, at a tie the even one
-    blocks = x.reshape(-1, 32)
-    top = blocks.abs().amax(1, keepdim=True)
-    scale = 2.0 ** (torch.floor(torch.log2(top.clamp(min=2.0**-119))) - 8)
-    wanted, numbers = (blocks.abs() / scale).clamp(max=448), torch.tensor(E4M3, dtype=torch.float64)
-    above = torch.searchsorted(numbers, wanted).clamp(max=len(E4M3) - 1)
-    below = (above - 1).clamp(min=0)
-    up, down = numbers[above] - wanted, wanted - numbers[below]
-    nearest = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
-    return (numbers[nearest] * blocks.sign() * scale).view(x.shape)
-
-
 def product(x, weight):
     # by the definition of the format, in float64
     x, weight = x.double(), weight.double()
     if sys.argv[5] == "mxfp8":
-        return fake_mx(x) @ fake_mx(weight).t()
+        return round_blocks(x) @ round_blocks(weight).t()
     if sys.argv[5] == "w4a8":
         return fake_rows(x, 127, None) @ fake_rows(weight, 7, 32).t()
     return fake_rows(x, 127, None) @ fake_rows(weight, 127, None).t()
